@@ -3,17 +3,17 @@
 //
 //   A block stays on its multiprocessor and takes items, in their order: BLOCK_N keys of a key head, and the queries that see them, of all
 //   heads of the group, in tiles of BLOCK_M rows from the first on.
-//   producer (1 warp)          K and V of the item; q, d_o and states of queries through a ring of two stages (backward/hopper_load.cuh)
+//   producer (1 warp, or 2)    K and V of the item; q with lse and delta, and d_o, through rings of 3 and 2 stages (backward/hopper_load.cuh)
 //   consumers (2 x 4 warps)    64 keys each, per tile of queries, transposed: keys are the rows of scores
 //
-//     s = K @ q.T                            under way since the tile before
+//     s = K @ q.T                            has been computed at the end of the tile before
 //     dp = V @ d_o.T                         under way
+//     dk += ds @ q                           of the tile before, under way behind it
 //     p = exp2(s * c - lse)                  of pairs that are attended, else 0
 //     dv += p @ d_o                          under way
 //     ds = p * (dp - delta)                  to shared memory, for both groups
-//     dq_part = ds.T @ K                     under way: half of the columns each
-//     dk += ds @ q                           under way
-//     s = K @ q.T                            of the next tile under way: dq_part to shared memory
+//     dq_part = ds.T @ K                     of the tile before, under way: half of the columns each
+//     s = K @ q.T                            of the next tile, under way behind it: dq_part to shared memory
 //   hand over (a warp a group) dq += dq_part in device memory, in the order of the keys, last first: a tile waits for its turn, a count in
 //                              device memory. Items are taken in that order, so that whatever is waited for is under way. float32.
 //
@@ -42,24 +42,15 @@ struct Consumer {
     u32 done = 0, items = 0;  // tiles of queries, and items that have some
     Place<Q_STAGES> q;
 
-    // s = K @ q.T of tile n.
-    __device__ void multiply_queries(Accumulator<NT>& s, u32 stage) {
-        const u32 keys = tile_low(sh.k, 0) + group * (64 * 128 / 16), queries = tile_low(sh.q[stage], 0);
+    // Rows of this group's keys times those of a tile of queries, over WIDTH columns: s of K and q, dp of V and d_o.
+    template <int WIDTH>
+    __device__ void multiply_rows(Accumulator<NT>& x, const Elem* of_keys, const Elem* of_queries) {
+        const u32 keys = tile_low(of_keys, 0) + group * (64 * 128 / 16), queries = tile_low(of_queries, 0);
         wgmma_fence();
 #pragma unroll
-        for (int d = 0; d < D; d += 16) {
+        for (int d = 0; d < WIDTH; d += 16) {
             const u32 within = d % BOX * 2 / 16;
-            wgmma_scores(s, keys + d / BOX * (K_BOX * 2 / 16) + within, queries + d / BOX * (Q_BOX * 2 / 16) + within, d > 0);
-        }
-        wgmma_commit();
-    }
-    __device__ void multiply_values(Accumulator<NT>& dp, u32 n) {
-        const u32 values = tile_low(sh.v, 0) + group * (64 * 128 / 16), arriving = tile_low(sh.d_o[n % 2], 0);
-        wgmma_fence();
-#pragma unroll
-        for (int d = 0; d < DV; d += 16) {
-            const u32 within = d % BOX * 2 / 16;
-            wgmma_scores(dp, values + d / BOX * (K_BOX * 2 / 16) + within, arriving + d / BOX * (Q_BOX * 2 / 16) + within, d > 0);
+            wgmma_scores(x, keys + d / BOX * (K_BOX * 2 / 16) + within, queries + d / BOX * (Q_BOX * 2 / 16) + within, d > 0);
         }
         wgmma_commit();
     }
@@ -151,13 +142,12 @@ struct Consumer {
 
     // The part of dq of the nth tile.
     __device__ void hand_over(const Accumulator<DQ_COLUMNS / 8>& dq, u32 n) {
-        const u32 stage = n % DQ_STAGES;
-        float4* to = (float4*)sh.dq[group][stage] + threadIdx.x % 128;
-        mbarrier_wait(sh.dq_empty[group][stage], n / DQ_STAGES & 1 ^ 1);
+        float4* to = (float4*)sh.dq[group] + threadIdx.x % 128;
+        mbarrier_wait(sh.dq_empty[group], n & 1 ^ 1);
 #pragma unroll
         for (int nt = 0; nt < DQ_COLUMNS / 8; nt++) to[nt * 128] = {dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]};
         fence_proxy_async();
-        mbarrier_arrive(sh.dq_full[group][stage]);
+        mbarrier_arrive(sh.dq_full[group]);
     }
 
     // Rows of a gradient: a warp's 16 through its rows of ds, which nobody reads any more.
@@ -222,19 +212,19 @@ struct Consumer {
             }
             mbarrier_wait(sh.k_full, items & 1);
             mbarrier_wait(sh.q_full[q.stage], q.phase);
-            multiply_queries(s, q.stage);
+            multiply_rows<D>(s, sh.k, sh.q[q.stage]);
             wgmma_wait<0>(s);
             mbarrier_wait(sh.v_full, items++ & 1);
             const int whole_from = ::whole_from(b.all, item), whole_to = ::whole_to(b.all, item);
-            int i = item.start;
+            int i = item.first_tile;
             u32 before = q.stage;  // of the queries of the tile before
 #pragma unroll 1
             for (int left = item.tiles * b.all.group, n = 0; left > 0; left--, n++, done++) {
                 const int i0 = i * BM;
-                i = item.next(i);
+                i = i + 1 == item.first_tile + item.tiles ? item.first_tile : i + 1;
                 Accumulator<NT> dp;
                 mbarrier_wait(sh.d_o_full[done % 2], done / 2 & 1);
-                multiply_values(dp, done);
+                multiply_rows<DV>(dp, sh.v, sh.d_o[done % 2]);
                 // Where there is no tile before, of whatever lies there: nothing is added to that.
                 add_dk(done + 1, before, n > 1);
                 exponentiate(s);
@@ -263,7 +253,7 @@ struct Consumer {
                 q.advance();
                 if (left > 1) mbarrier_wait(sh.q_full[q.stage], q.phase);
                 // Of whatever lies there behind the last one.
-                multiply_queries(s, q.stage);
+                multiply_rows<D>(s, sh.k, sh.q[q.stage]);
                 wgmma_wait<1>(dq);
                 mbarrier_arrive_if(sh.d_o_empty[done % 2], is_first);
                 if (n > 0) {

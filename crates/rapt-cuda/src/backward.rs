@@ -57,11 +57,9 @@ pub(crate) struct BackwardParams {
 /// Rows of a tile of queries of backward_hopper.cu, and keys of an item.
 pub(crate) const HOPPER_ROWS: usize = 64;
 pub(crate) const HOPPER_KEYS: usize = 128;
-/// Most key tiles of a head of which one begins after the other where every query sees every key, and by how many tiles of queries: blocks
-/// wait for one another's dq the least so. 4,16,4096²,128: runs of 4 one beside the other 510 TFLOP/s, of 8 and 16 apart by 2 521 and 530, a head
-/// in one run 467 (H100, 2026-11).
-const RUN: usize = 16;
-const LEAD: usize = 2;
+/// Key tiles of a head that are taken one after another where every query sees every key, before the next heads' are: all begin at the first
+/// queries, and each waits for the dq of the one before it (docs/lab/cuda.md).
+const RUN: usize = 4;
 
 /// What backward_hopper.cu takes, byte for byte `BackwardHopperParams` of kernels/backward/hopper_load.cuh.
 #[repr(C, align(64))]
@@ -86,29 +84,26 @@ pub(crate) struct HopperItems {
     key_tiles: i32,
     run: i32,
     run_heads: i32,
-    lead: i32,
 }
 
 impl HopperItems {
-    /// Where positions bound the keys, each item begins with the first queries that see it, and a head is one run. The bits of dq follow from
-    /// runs and their lead, which follow from the lengths alone; how many heads take a run each in turn (`blocks` at once) touches none.
+    /// Where positions bound the keys, each item begins with the first queries that see it, and a head is one run. Else as many heads take a run each in
+    /// turn as give `blocks` items. dq is summed in the order of the keys either way.
     pub(crate) fn new(spec: &BackwardSpec, blocks: usize) -> Self {
         let forward = spec.forward();
         let key_tiles = forward.kv_len().div_ceil(HOPPER_KEYS);
         let matrices = forward.batch().saturating_mul(forward.num_kv_heads());
-        let run = RUN.min(key_tiles).max(1);
-        let is_apart = forward.block_range().is_unbounded() && forward.q_len().div_ceil(HOPPER_ROWS) > LEAD * run;
-        let (run, run_heads, lead) = match (is_apart, forward.block_range().is_unbounded()) {
-            (true, _) => (run, (blocks / run).max(1), LEAD),
-            (false, true) => (run, (blocks / run).max(1), 0),
-            (false, false) => (key_tiles.max(1), 1, 0),
+        let (run, run_heads) = if forward.block_range().is_unbounded() {
+            let run = RUN.min(key_tiles).max(1);
+            (run, (blocks / run).max(1))
+        } else {
+            (key_tiles.max(1), 1)
         };
         HopperItems {
             items: int(matrices.saturating_mul(key_tiles)),
             key_tiles: int(key_tiles),
             run: int(run),
             run_heads: int(run_heads),
-            lead: int(lead),
         }
     }
 

@@ -1,6 +1,7 @@
 // What blocks of backward_hopper.cu work off, the memory that they share, and the warps that do not multiply.
 //
-//   item     BLOCK_N keys of a key head: those of a head one after another, the last keys first. Taken from one count in device memory.
+//   item     BLOCK_N keys of a key head: those of a head one after another, the last keys first, in runs between which other heads come.
+//            Taken from one count in device memory.
 //   turns    dq of a tile of queries, a half of its columns: how many items have added to it, of those whose keys it sees, last keys first
 //
 // Whoever waits for a turn waits for an item that another block has taken before: each is at work, and waits at most for still earlier ones.
@@ -23,7 +24,6 @@ struct BackwardHopperParams {
     BackwardParams b;
     int items, key_tiles;
     int run, run_heads;  // tiles of a run, and heads that take a run each in turn
-    int lead;            // tiles of queries between the starts of the items of a run; 0 where each starts at its first
 };
 static_assert(sizeof(BackwardHopperParams) == BACKWARD_HOPPER_BYTES, "backward.rs and backward/hopper_load.cuh disagree");
 
@@ -39,37 +39,27 @@ struct Place {
     __device__ void advance() {
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
-    __device__ Place next() const {
-        Place of = *this;
-        of.advance();
-        return of;
-    }
 };
 
-// An item, and the tiles of queries that see its keys: from `start` on to the last, then from the first on.
+// An item, and the tiles of queries that see its keys.
 struct Item {
-    int batch, kv_head, tile;
-    int before, at, of;  // tiles of keys in runs before its own, its place in its run, and how many that has
-    int first_tile, tiles, start;
+    int batch, kv_head, tile, first_tile, tiles;
     __device__ int first() const { return tile * BN; }
-    // What shared memory hands on is not known to be the same of all lanes. Without its place in a run.
-    __device__ Item as_uniform() const {
-        return {uniform(batch), uniform(kv_head), uniform(tile), 0, 0, 0, uniform(first_tile), uniform(tiles), uniform(start)};
-    }
-    __device__ int next(int i) const { return i + 1 == first_tile + tiles ? first_tile : i + 1; }
+    // What shared memory hands on is not known to be the same of all lanes.
+    __device__ Item as_uniform() const { return {uniform(batch), uniform(kv_head), uniform(tile), uniform(first_tile), uniform(tiles)}; }
 };
 
 struct Shared {
     __align__(1024) Elem k[BOXES * K_BOX];
     __align__(1024) Elem v[V_BOXES * K_BOX];
     __align__(1024) Elem ds[2][K_BOX];
-    __align__(1024) float dq[2][DQ_STAGES][DQ_PART];
+    __align__(1024) float dq[2][DQ_PART];
     __align__(1024) Elem q[Q_STAGES][BOXES * Q_BOX];
     __align__(1024) Elem d_o[2][V_BOXES * Q_BOX];
     __align__(16) float lse[Q_STAGES][BM];
     __align__(16) float delta[Q_STAGES][BM];
     u64 q_full[Q_STAGES], q_empty[Q_STAGES], d_o_full[2], d_o_empty[2];
-    u64 k_full, v_full, kv_empty, ds_full[2], ds_empty[2], dq_full[2][DQ_STAGES], dq_empty[2][DQ_STAGES], item_full[2], item_empty[2];
+    u64 k_full, v_full, kv_empty, ds_full[2], ds_empty[2], dq_full[2], dq_empty[2], item_full[2], item_empty[2];
     Item items[2];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward/hopper_load.cuh disagree on shared memory");
@@ -83,7 +73,7 @@ __device__ inline void init_barriers(Shared& sh) {
     for (int n = 0; n < 2; n++) {
         mbarrier_init(sh.d_o_full[n], LOADERS), mbarrier_init(sh.d_o_empty[n], 8);
         mbarrier_init(sh.ds_full[n], 8), mbarrier_init(sh.ds_empty[n], 8);
-        for (int stage = 0; stage < DQ_STAGES; stage++) mbarrier_init(sh.dq_full[n][stage], 128), mbarrier_init(sh.dq_empty[n][stage], 1);
+        mbarrier_init(sh.dq_full[n], 128), mbarrier_init(sh.dq_empty[n], 1);
         mbarrier_init(sh.item_full[n], 1), mbarrier_init(sh.item_empty[n], VECTOR ? 8 + 2 : 8 + 2 + 2);
     }
     fence_mbarrier_init();
@@ -103,9 +93,8 @@ __device__ inline void find_item(const BackwardHopperParams& h, u32 item, volati
     const int tile = h.key_tiles - 1 - before - at, matrix = set * h.run_heads + head, batch = matrix / h.b.kv_heads;
     const Seeing seeing(p, Sequence(p, batch), tile * BN, min(tile * BN + BN, p.kv_len));
     const int first = seeing.lo / BM;
-    to.batch = batch, to.kv_head = matrix - batch * h.b.kv_heads, to.tile = tile, to.before = before, to.at = at, to.of = of;
+    to.batch = batch, to.kv_head = matrix - batch * h.b.kv_heads, to.tile = tile;
     to.first_tile = first, to.tiles = seeing.hi > seeing.lo ? (seeing.hi + BM - 1) / BM - first : 0;
-    to.start = first + h.lead * (of - 1 - at);
 }
 
 // Behind all rows.
@@ -155,12 +144,9 @@ __device__ inline void load_states(float* to, const float* from, u64& full) {
 #endif
 }
 
-// How many items add to tile i of queries before this one: those of later keys that it sees; in a run those that come to it before.
-__device__ inline u32 turn_of(const BackwardHopperParams& h, const volatile Item& item, int i) {
-    const Params& p = h.b.all;
-    if (h.lead == 0) return (clamp(min(i * BM + BM, p.q_len) - 1 + p.hi_shift, 0, p.kv_len) - 1) / BN - item.tile;
-    const int of = item.of, at = item.at, first = max(0, of - 1 - i / h.lead);
-    return item.before + (at >= first ? at - first : of - first + at);
+// How many items add to tile i of queries before that of a tile of keys: those of later keys that it sees.
+__device__ inline u32 turn_of(const Params& p, int tile, int i) {
+    return (keys_hi(p, Sequence(p, 0), min(i * BM + BM, p.q_len) - 1) - 1) / BN - tile;
 }
 
 // One thread finds items; the loaders load what they need. What they know they ask of shared memory again: they have few registers.
@@ -187,10 +173,9 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
         }
 #pragma unroll 1
         for (int head = 0; head < p.group; head++) {
-            int i = item.start;
 #pragma unroll 1
-            for (int left = item.tiles; left > 0; left--) {
-                const int of = item.kv_head * p.group + opaque(head);
+            for (int n = 0; n < item.tiles; n++) {
+                const int i = item.first_tile + n, of = item.kv_head * p.group + opaque(head);
                 u64& full = sh.q_full[q.stage];
                 mbarrier_wait(sh.q_empty[q.stage], q.phase ^ 1);
                 load_tile<BOXES, BM>(sh.q[q.stage], {h.q_map, p.q, p.q_stride, p.q_len, p.head_dim}, full, 2 * BM * 4, item.batch, of, i * BM);
@@ -203,7 +188,6 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
                     sh.d_o[arriving.stage], {h.d_o_map, b.d_o, b.d_o_stride, p.q_len, p.head_dim_v}, sh.d_o_full[arriving.stage], 0, item.batch, of, i * BM
                 );
                 q.advance(), arriving.advance();
-                i = i + 1 == item.first_tile + item.tiles ? item.first_tile : i + 1;
             }
         }
         if (!VECTOR) {
@@ -216,7 +200,7 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
 // dq of a group's columns, as its threads hold it, to device memory: one thread.
 __device__ inline void add_in_turn(const BackwardHopperParams& h, Shared& sh, int group) {
     const Params& p = h.b.all;
-    Place<DQ_STAGES> part;
+    u32 done = 0;
 #pragma unroll 1
     for (u32 round = 0;; round++) {
         volatile Item& item = sh.items[round % 2];
@@ -224,26 +208,23 @@ __device__ inline void add_in_turn(const BackwardHopperParams& h, Shared& sh, in
         if (item.tile < 0) return;
 #pragma unroll 1
         for (int head = 0; head < p.group; head++) {
-            int i = item.start;
 #pragma unroll 1
-            for (int left = item.tiles; left > 0; left--) {
-                const int of = ((item.batch * p.heads + item.kv_head * p.group + opaque(head)) * tiles_of_queries(h.b) + i) * 2 + group;
-                const u32 turn = turn_of(h, item, i);
+            for (int n = 0; n < item.tiles; n++, done++) {
+                const int i = item.first_tile + n, of = ((item.batch * p.heads + item.kv_head * p.group + opaque(head)) * tiles_of_queries(h.b) + i) * 2 + group;
+                const u32 turn = turn_of(p, item.tile, i);
                 u32* turns = turns_of(h.b) + of;
-                mbarrier_wait(sh.dq_full[group][part.stage], part.phase);
+                mbarrier_wait(sh.dq_full[group], done & 1);
                 while (load_acquire(turns) != turn) {
                 }
                 fence_proxy_async_global();
-                if (turn == 0) bulk_store(h.b.dq_sums + (i64)of * DQ_PART, sh.dq[group][part.stage], DQ_PART * 4);
-                else bulk_add(h.b.dq_sums + (i64)of * DQ_PART, sh.dq[group][part.stage], DQ_PART * 4);
+                if (turn == 0) bulk_store(h.b.dq_sums + (i64)of * DQ_PART, sh.dq[group], DQ_PART * 4);
+                else bulk_add(h.b.dq_sums + (i64)of * DQ_PART, sh.dq[group], DQ_PART * 4);
                 tma_store_commit();
                 tma_store_wait();
-                mbarrier_arrive(sh.dq_empty[group][part.stage]);
+                mbarrier_arrive(sh.dq_empty[group]);
                 bulk_wait();
                 fence_proxy_async_global();
                 store_release(turns, turn + 1);
-                part.advance();
-                i = i + 1 == item.first_tile + item.tiles ? item.first_tile : i + 1;
             }
         }
         mbarrier_arrive(sh.item_empty[round % 2]);

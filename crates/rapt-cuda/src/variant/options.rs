@@ -194,7 +194,6 @@ impl KernelVariant {
         options.define("BLOCK_N", self.block_n);
         options.define("DQ_COLUMNS", self.dq_columns());
         options.define("Q_STAGES", BACKWARD_HOPPER_STAGES);
-        options.define("DQ_STAGES", 1);
         // As many as 384 threads were given at the start: 128 each.
         options.define("CONSUMER_REGISTERS", 240);
         options.define("PRODUCER_REGISTERS", 24);

@@ -157,7 +157,7 @@ impl KernelVariant {
         let of_queries = row * self.block_m * (stages * boxes + 2 * boxes_v) + 2 * 4 * stages * self.block_m;
         let parts = 2 * 4 * self.block_m * self.dq_columns();
         let barriers = 8 * (2 * stages + 2 * 2 + 3 + 6 * 2);
-        (of_keys + of_queries + parts + barriers + 2 * 9 * 4).next_multiple_of(1024)
+        (of_keys + of_queries + parts + barriers + 2 * 5 * 4).next_multiple_of(1024)
     }
 
     /// Weights twice; a tile of values, or of queries and keys; what is known of keys, and of rows.
