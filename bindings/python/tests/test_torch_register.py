@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import warnings
 
 import pytest
@@ -59,30 +58,30 @@ def drain(q, k, v):
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
 
 
-def pair():
-    """Seconds that entering and leaving take: the least of many short runs, whatever else the machine does meanwhile."""
-    rounds, best = 100, float("inf")
+def entered_kernels(monkeypatch):
+    """How many kernels a hundred pairs of entering and leaving put into the dispatcher, once they are in it."""
+    entered = []
+    impl = torch.library.Library.impl
     with rt.backend():
         pass
-    for _ in range(200):
-        start = time.perf_counter()
-        for _ in range(rounds):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.library.Library, "impl", lambda *a, **options: (entered.append(a[1]), impl(*a, **options)))
+        for _ in range(100):
             with rt.backend():
                 pass
-        best = min(best, (time.perf_counter() - start) / rounds)
-    return best
+    return entered
 
 
-def test_entering_and_leaving_cost_microseconds():
-    # 0.2 ms while each of them put kernels into the dispatcher; the figure of docs/reference/pytorch.md is taken alone on a machine.
-    assert pair() < 10e-6
+def test_entering_and_leaving_leaves_the_dispatcher_alone(monkeypatch):
+    # That took 0.2 ms a pair; docs/reference/pytorch.md has what one takes, measured alone on a machine.
+    assert entered_kernels(monkeypatch) == []
     q = tensor(1, 2, 5, 8)
     compiled = torch.compile(lambda q: sdpa(q, q, q) + 1.0, backend="eager")
     with torch.no_grad():
         compiled(q)
         with served():
             compiled(q)
-    assert pair() < 10e-6
+    assert entered_kernels(monkeypatch) == []
 
 
 HAS_TAG = hasattr(getattr(torch.compiler, "config", None), "cache_key_tag")
