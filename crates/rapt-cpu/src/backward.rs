@@ -24,19 +24,24 @@ use crate::backward_problem::{
 use crate::backward_steps::{self, Job, Segment};
 use crate::caps::available;
 use crate::kernels::backward::Entries;
+use crate::kernels::products::Single;
 use crate::kernels::simd::{Real, Simd, Storage};
 use crate::problem::Output;
 use crate::run::{Pool, Shared};
 use crate::select;
 
-/// Keys of a block.
-const BLOCK_N: usize = 128;
+/// Keys of a block: the queries are packed once for each. Of 128, 256 and 512, the last is 3 to 9 % faster at 2048 keys in float32 and in pairs of bf16
+/// (Zen 4, 2026-11), but a short K is cut in chunks first.
+const BLOCK_N: std::ops::RangeInclusive<usize> = 128..=512;
 /// Most bytes of a block of K and V, and as many of their gradients.
 const BLOCK_BYTES: usize = 1 << 19;
 /// Tiles of a run.
 const TILES: usize = 2;
 /// Chunks of keys at most: each has partial sums of dq, a tensor of q's size in the accumulation dtype.
 const CHUNKS: usize = 4;
+
+/// Bytes of partial sums of dq that a wave may have, however many items it has: between waves threads wait for one another.
+const WAVE_BYTES: usize = 8 << 20;
 
 /// The [`LaunchPlan`] of the backward pass: made by [`select_backward`], launched by [`run_backward`].
 #[derive(Debug, PartialEq)]
@@ -65,8 +70,7 @@ pub(crate) struct BackwardSteps {
 impl BackwardSteps {
     /// The kernels, if this machine has them.
     pub(crate) fn entries(&self) -> Result<Entries> {
-        let entries =
-            arch::with_vectors(self.arch, EntriesOf(self.storage)).filter(|_| available().contains(&self.arch));
+        let entries = entries_of(self.arch, self.storage).filter(|_| available().contains(&self.arch));
         let missing = || Error::unsupported(self.arch.name(), "this machine or build lacks it", "plan on this machine");
         entries.ok_or_else(missing)
     }
@@ -131,12 +135,19 @@ impl LaunchPlan for BackwardLaunch {
         )
     }
     fn why_not_faster(&self, _: &Spec, key: &KernelKey) -> String {
-        if key.kernel != Kernel::Empty && key.storage == DType::BF16 && matches!(key.arch, Arch::Avx512 | Arch::Neon) {
-            "products are formed in float32: the backward pass has no products of bf16".to_owned()
+        let has_pairs = arch::is_paired(key.arch, key.storage);
+        if key.kernel != Kernel::Empty && !has_pairs && matches!((key.storage, key.arch), (DType::BF16, Arch::Avx512)) {
+            "products are formed in float32: there are none of bf16 on this machine, or d_o is not bf16".to_owned()
         } else {
             String::new()
         }
     }
+}
+
+/// The kernels of a dtype, if this build has them: of bf16 with products of pairs on the instruction sets that `arch_of` leaves as they are.
+fn entries_of(arch: Arch, storage: DType) -> Option<Entries> {
+    let of_pairs = arch::gradients_of_pairs(arch).filter(|_| storage == DType::BF16);
+    of_pairs.or_else(|| arch::with_vectors(arch, EntriesOf(storage)))
 }
 
 /// Whether an instruction set has kernels of a dtype, and which.
@@ -146,7 +157,7 @@ impl Vectors for EntriesOf {
     type Output = Option<Entries>;
     fn visit<F: Simd<Elem = f32>, D: Simd<Elem = f64>>(self) -> Option<Entries> {
         fn of<S: Simd, T: Storage<S>>() -> Option<Entries> {
-            Some(Entries::of::<S, T>())
+            Some(Entries::of::<S, Single, T>())
         }
         match self.0 {
             DType::F32 => of::<F, f32>(),
@@ -158,9 +169,11 @@ impl Vectors for EntriesOf {
     }
 }
 
-/// The instruction set of the kernels: they form products of numbers of the accumulation dtype.
-fn plain(arch: Arch) -> Arch {
+/// The instruction set of the kernels: one with products of pairs where they are formed, of q, k, v and d_o alone.
+fn arch_of(spec: &BackwardSpec, arch: Arch) -> Arch {
+    let are_pairs = spec.forward().numerics.storage == DType::BF16 && spec.d_o().dtype == DType::BF16;
     match arch {
+        Arch::Avx512Bf16 | Arch::NeonBf16 if are_pairs => arch,
         Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => Arch::Avx512,
         Arch::NeonBf16 => Arch::Neon,
         arch => arch,
@@ -181,7 +194,8 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
         let what = "a spec of sequences with lengths of their own in host memory";
         return Err(Error::unsupported(what, "there each sequence has a plan", "plan each sequence by itself"));
     }
-    let (arch, storage, accumulation) = (plain(caps.arch), forward.numerics.storage, forward.numerics.accumulation);
+    let (storage, accumulation) = (forward.numerics.storage, forward.numerics.accumulation);
+    let arch = arch_of(spec, caps.arch);
     let lacks = || {
         Error::unsupported(
             format!("the backward pass of {storage} on {}", arch.name()),
@@ -189,14 +203,14 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
             "set RAPT_ISA to one that `rapt doctor` lists, or leave it unset",
         )
     };
-    let entries = arch::with_vectors(arch, EntriesOf(storage)).ok_or_else(lacks)?;
+    let entries = entries_of(arch, storage).ok_or_else(lacks)?;
     let is_empty = forward.kv_len() == 0 || forward.out.shape.contains(&0);
     let key = KernelKey {
         direction: Direction::Backward,
         kernel: if is_empty { Kernel::Empty } else { Kernel::Backward },
         storage,
         accumulation,
-        p_rounding: PRounding::Accumulation,
+        p_rounding: if entries.steps > 1 { PRounding::Storage } else { PRounding::Accumulation },
         mask: match forward.mask {
             None => MaskClass::None,
             Some(mask) if mask.dtype == DType::Bool => MaskClass::Bool,
@@ -226,9 +240,11 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
         .saturating_add(states_bytes.saturating_mul(3))
         .saturating_add(shared_bytes)
         .saturating_add(partials_bytes);
-    let packed = |in_place: bool, dim: usize| if in_place { 0 } else { partition.block_n * dim * size };
+    let packed = |in_place: bool, dim: usize| {
+        if in_place { 0 } else { partition.block_n * dim.div_ceil(entries.steps) * size }
+    };
     let of_kv = packed(partition.k_in_place, forward.head_dim()) + packed(partition.v_in_place, forward.head_dim_v());
-    let of_q = 2 * partition.run_rows() * (forward.head_dim() + forward.head_dim_v()) * size;
+    let of_q = 2 * partition.run_rows() * (forward.head_dim() + forward.head_dim_v()) * size / entries.steps;
     let cost = Cost { bytes_packed: threads.saturating_mul(of_kv + of_q), ..cost(threads) };
     let decisions = BackwardDecisions { partition, scratch, scores: ScoreRule::new(spec), shared };
     let steps = Some(BackwardSteps { arch, storage, decisions, scratch_bytes, states_bytes, shared_bytes });
@@ -239,28 +255,36 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
 fn partition(spec: &BackwardSpec, entries: &Entries, threads: usize) -> BackwardPartition {
     let forward = spec.forward();
     let (kv_len, size) = (forward.kv_len(), forward.numerics.accumulation.size_bytes());
-    let row_bytes = (forward.head_dim() + forward.head_dim_v()) * size;
-    let block_n = (BLOCK_BYTES / row_bytes / 16 * 16).clamp(16, BLOCK_N);
+    let row_bytes = (forward.head_dim() + forward.head_dim_v()) * size / entries.steps;
+    let of_chunk = kv_len.div_ceil(CHUNKS).clamp(*BLOCK_N.start(), *BLOCK_N.end());
+    let block_n = of_chunk.min(kv_len).next_multiple_of(16).min((BLOCK_BYTES / row_bytes / 16 * 16).max(16));
     let blocks = kv_len.div_ceil(block_n);
     let chunk_keys = blocks.div_ceil(CHUNKS) * block_n;
     let chunks = kv_len.div_ceil(chunk_keys);
     let tasks = forward.batch() * forward.num_kv_heads();
     let in_place = |tensor: &TensorSpec<4>| {
         let [.., dim] = tensor.shape;
-        tensor.dtype == forward.numerics.accumulation && tensor.strides[2..] == [dim as isize, 1]
+        let is_of_lanes = tensor.dtype.size_bytes() * entries.steps == size && dim.is_multiple_of(entries.steps);
+        is_of_lanes && tensor.strides[2..] == [dim as isize, 1]
     };
-    BackwardPartition {
+    let partition = BackwardPartition {
         tasks,
         rows: forward.group_size() * forward.q_len(),
         queries: entries.queries,
         tiles: TILES,
         block_n,
+        steps: entries.steps,
         chunk_keys,
         chunks,
-        wave: tasks.min((4 * threads).div_ceil(chunks)),
+        wave: 0,
         k_in_place: in_place(&forward.k),
         v_in_place: in_place(&forward.v),
-    }
+    };
+    // What tasks share has a part in memory for each of a wave.
+    let is_shared = SharedSums::new(spec, &partition, entries.lanes).is_any();
+    let of_task = partition.partials_of_task(forward.head_dim()).saturating_mul(size).max(1);
+    let most = if is_shared { 0 } else { WAVE_BYTES / of_task };
+    BackwardPartition { wave: tasks.min((4 * threads).div_ceil(chunks).max(most)), ..partition }
 }
 
 /// What the gradients of `spec` cost: the forward pass's products, and 2.5 times as many where all are asked for.

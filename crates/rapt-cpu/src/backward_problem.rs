@@ -11,6 +11,7 @@
 use rapt_core::{BackwardOperands, BackwardSpec, MaskClass, TensorSpec};
 
 use crate::dropping::Dropping;
+use crate::kernels::simd::Real;
 use crate::problem::{Input, Output, Scores};
 use crate::task_rows::TaskRows;
 
@@ -30,6 +31,8 @@ pub(crate) struct BackwardPartition {
     pub(crate) chunks: usize,
     /// Tasks whose partial sums of dq lie in memory at a time.
     pub(crate) wave: usize,
+    /// Numbers of a lane of products.
+    pub(crate) steps: usize,
     /// Whether K and V are read where they lie.
     pub(crate) k_in_place: bool,
     pub(crate) v_in_place: bool,
@@ -62,22 +65,28 @@ impl BackwardPartition {
 /// `width` the queries of a tile, and dims are padded to whole vectors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BackwardScratch {
-    /// `[block_n][head_dim]`, `[block_n][head_dim_v]`, where packed.
+    /// `[block_n][head_dim]`, `[block_n][head_dim_v]`, where packed, in lanes.
     pub(crate) k_panel: usize,
     pub(crate) v_panel: usize,
+    /// `[block_n / steps][head_dim]`, where lanes hold several steps, as the next that speak of them.
+    pub(crate) k_along_keys: usize,
     /// Panels of columns, `[block_n][columns]` each: sums over queries.
     pub(crate) dk: usize,
     pub(crate) dv: usize,
-    /// Panels of columns, `[m][columns]` each.
+    /// Panels of columns, `[m / steps][columns]` each.
     pub(crate) q: usize,
     pub(crate) d_o: usize,
-    /// `[tiles][dim][width]`.
+    /// `[tiles][lanes of dim][width]`.
     pub(crate) q_t: usize,
     pub(crate) d_o_t: usize,
-    /// `[block_n][m]`: scores, then probabilities.
+    /// `[block_n][width]`, of several steps a lane: scores, then probabilities.
+    pub(crate) scores: usize,
+    /// `[block_n][m / steps]`: probabilities, and scores where they are not apart.
     pub(crate) p: usize,
-    /// `[block_n][m]`.
+    /// `[block_n][m / steps]`.
     pub(crate) ds: usize,
+    /// `[block_n / steps][width]`, of several steps a lane.
+    pub(crate) ds_along_keys: usize,
     /// `[block_n][width]`: the product of v and d_o, then ds.
     pub(crate) dp: usize,
     /// `[tiles][block_n][width]`, with a mask.
@@ -96,8 +105,9 @@ impl BackwardScratch {
     pub(crate) fn new(spec: &BackwardSpec, partition: &BackwardPartition, lanes: usize) -> Self {
         let (forward, mut scratch) = (spec.forward(), BackwardScratch::default());
         let [dim, dim_v] = [forward.head_dim(), forward.head_dim_v()].map(|dim| dim.next_multiple_of(lanes));
-        let BackwardPartition { queries: width, tiles, block_n, .. } = *partition;
+        let BackwardPartition { queries: width, tiles, block_n, steps, .. } = *partition;
         let m = partition.run_rows();
+        let along_dim = |dim: usize| dim.div_ceil(steps);
         // Saturating: what cannot be counted cannot be allocated, and that is the error then.
         let mut part = |len: usize| {
             let at = scratch.len;
@@ -105,18 +115,46 @@ impl BackwardScratch {
             at
         };
         let product = |a: usize, b: usize| a.saturating_mul(b);
+        let if_several = |len: usize| if steps > 1 { len } else { 0 };
         let (mask, d_mask) = (forward.mask.is_some(), spec.d_mask().is_some());
-        let k_panel = part(if partition.k_in_place { 0 } else { product(block_n, forward.head_dim()) });
-        let v_panel = part(if partition.v_in_place { 0 } else { product(block_n, forward.head_dim_v()) });
+        let panel = |in_place: bool, dim: usize| if in_place { 0 } else { product(block_n, along_dim(dim)) };
+        let k_panel = part(panel(partition.k_in_place, forward.head_dim()));
+        let v_panel = part(panel(partition.v_in_place, forward.head_dim_v()));
+        let k_along_keys = part(if_several(product(block_n / steps, forward.head_dim())));
         let (dk, dv) = (part(product(block_n, dim)), part(product(block_n, dim_v)));
-        let (q, d_o) = (part(product(m, dim)), part(product(m, dim_v)));
-        let (q_t, d_o_t) = (part(product(m, dim)), part(product(m, dim_v)));
-        let (p, ds, dp) = (part(block_n * m), part(block_n * m), part(block_n * width));
+        let (q, d_o) = (part(product(m / steps, dim)), part(product(m / steps, dim_v)));
+        let turned = [forward.head_dim(), forward.head_dim_v()].map(|dim| along_dim(dim).next_multiple_of(lanes));
+        let (q_t, d_o_t) = (part(product(m, turned[0])), part(product(m, turned[1])));
+        let scores = part(if_several(block_n * width));
+        let (p, ds) = (part(block_n * m / steps), part(block_n * m / steps));
+        let ds_along_keys = part(if_several(block_n / steps * width));
+        let dp = part(block_n * width);
         let bias = part(if mask { tiles * block_n * width } else { 0 });
         let kept = part(if forward.dropout.is_some() { block_n * width } else { 0 });
         let d_mask = part(if d_mask { block_n * width } else { 0 });
         let rows = part(product(2 * width, dim.max(dim_v)));
-        BackwardScratch { k_panel, v_panel, dk, dv, q, d_o, q_t, d_o_t, p, ds, dp, bias, kept, d_mask, rows, ..scratch }
+        let BackwardScratch { len, .. } = scratch;
+        BackwardScratch {
+            k_panel,
+            v_panel,
+            k_along_keys,
+            dk,
+            dv,
+            q,
+            d_o,
+            q_t,
+            d_o_t,
+            scores,
+            p,
+            ds,
+            ds_along_keys,
+            dp,
+            bias,
+            kept,
+            d_mask,
+            rows,
+            len,
+        }
     }
 }
 
@@ -358,6 +396,12 @@ impl BackwardProblem {
     pub(crate) fn origin(&self, task: usize) -> [usize; 3] {
         let kv_head = task % self.num_kv_heads;
         [task / self.num_kv_heads, kv_head, kv_head * self.group_size]
+    }
+
+    /// What sums of dq and dk are multiplied with: softmax_scale, or its sign where their terms were multiplied with its magnitude.
+    pub(crate) fn factor_of_sums<E: Real>(&self) -> E {
+        let scale = self.scores.softmax_scale;
+        E::from_f64_clamped(if self.partition.steps > 1 { 1f64.copysign(scale) } else { scale })
     }
 
     /// Whether what comes after the probabilities is asked for.

@@ -15,7 +15,7 @@
 //     dq_part = ds.T @ K                     of the tile before, under way: half of the columns each
 //     s = K @ q.T                            of the next tile, under way behind it: dq_part to shared memory
 //   hand over (a warp a group) dq += dq_part in device memory, in the order of the keys, last first: a tile waits for its turn, a count in
-//                              device memory. Items are taken in that order, so that whatever is waited for is under way. float32.
+//                              device memory. Items are taken in that order, so that whatever is waited for was taken before. float32.
 //
 // p and ds are rounded to the storage dtype where they are multiplied, and nowhere else. dq_part lies in fragments, as threads hold it:
 // backward_parts.cu makes rows of them, and multiplies by softmax_scale.

@@ -151,6 +151,9 @@ impl Bf16Pairs for Avx512F32 {
             );
             _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves))
         }
+        fn narrow(first: __m512, second: __m512) -> __m512 {
+            transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second, first))
+        }
         fn keep_attended(a: __m512, x: __m512) -> __m512 {
             let attended = _mm512_cmpneq_epi16_mask(_mm512_castps_si512(x), _mm512_set1_epi16(i16::MIN));
             _mm512_castsi512_ps(_mm512_maskz_mov_epi16(attended, _mm512_castps_si512(a)))
@@ -272,7 +275,6 @@ impl CodePairs for Avx512F32 {
                 _mm512_gf2p8affine_epi64_epi8::<0xFF>(_mm512_castps_si512(bytes), _mm512_set1_epi64(SIGN_ONTO_ALL));
             _mm512_castsi512_ps(folded)
         }
-        fn narrow(low: __m512, high: __m512) -> __m512 { transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
         fn order_of_bytes(words: [__m512; 2]) -> [__m512; 2] {
             let [a, b] = words;
             [_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xDD>(a, b)]

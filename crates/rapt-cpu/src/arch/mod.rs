@@ -106,7 +106,7 @@ use crate::kernels::products::Single;
 use crate::kernels::simd::{Simd, Storage};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::tiled::{TILE_KEYS, Tiled};
-use crate::kernels::{combine, decode, forward, rounds};
+use crate::kernels::{backward, combine, decode, forward, rounds};
 use crate::partition::Item;
 use crate::problem::{Problem, ReadRows, Reading, RowKind, RowReader};
 
@@ -292,6 +292,17 @@ pub(crate) fn with_vectors<V: Vectors>(arch: Arch, vectors: V) -> V::Output {
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
         Arch::Simd128 => vectors.visit::<simd128::Simd128F32, scalar::Scalar<f64>>(),
         _ => vectors.visit::<scalar::Scalar<f32>, scalar::Scalar<f64>>(),
+    }
+}
+
+/// The kernels of gradients of bf16 that form products two at a time, on instruction sets that have them.
+pub(crate) fn gradients_of_pairs(arch: Arch) -> Option<backward::Entries> {
+    match arch {
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512Bf16 => Some(backward::Entries::of::<avx512::Avx512F32, Paired, bf16>()),
+        #[cfg(target_arch = "aarch64")]
+        Arch::NeonBf16 => Some(backward::Entries::of::<neon::NeonF32, Paired, bf16>()),
+        _ => None,
     }
 }
 

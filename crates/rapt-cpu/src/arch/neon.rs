@@ -123,6 +123,10 @@ impl Bf16Pairs for NeonF32 {
         fn pair(low: float32x4_t, high: float32x4_t) -> float32x4_t {
             vreinterpretq_f32_u16(vzip1q_u16(rounded(low), rounded(high)))
         }
+        fn narrow(first: float32x4_t, second: float32x4_t) -> float32x4_t {
+            let [first, second] = [rounded(first), rounded(second)];
+            vreinterpretq_f32_u16(vcombine_u16(vget_low_u16(first), vget_low_u16(second)))
+        }
         fn keep_attended(a: float32x4_t, x: float32x4_t) -> float32x4_t {
             let masked = vceqq_u16(vreinterpretq_u16_f32(x), vdupq_n_u16(0x8000));
             vreinterpretq_f32_u16(vbicq_u16(vreinterpretq_u16_f32(a), masked))

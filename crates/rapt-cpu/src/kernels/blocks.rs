@@ -243,7 +243,9 @@ impl<S: Simd, M: Products<S>> Part<S> for IsFinite<S::Elem, M> {
                 }
                 if whole < lanes {
                     let mut rest = [S::Elem::ZERO; MOST_LANES];
-                    std::ptr::copy_nonoverlapping(row.add(whole), rest.as_mut_ptr(), lanes - whole);
+                    // As bytes: pairs of bf16 lie at multiples of 2.
+                    let (from, bytes) = (row.add(whole).cast::<u8>(), (lanes - whole) * size_of::<S::Elem>());
+                    std::ptr::copy_nonoverlapping(from, rest.as_mut_ptr().cast(), bytes);
                     sums[1] = M::add_non_finite(S::load(rest.as_ptr()), sums[1]);
                 }
             }

@@ -38,8 +38,6 @@ pub(crate) trait CodePairs: CodeVectors + Bf16Pairs {
     /// In each byte the low 7 bits of `c ≥ 0 ? c : −1 − c` and the sign, of int8 and of uint8 less 128.
     unsafe fn fold_int8(bytes: Self::V) -> Self::V;
     unsafe fn fold_uint8(bytes: Self::V) -> Self::V;
-    /// Two vectors of numbers to consecutive bf16, to nearest even.
-    unsafe fn narrow(low: Self::V, high: Self::V) -> Self::V;
     /// 64 consecutive words, or 128, in the order of key vectors.
     unsafe fn order_of_bytes(words: [Self::V; 2]) -> [Self::V; 2];
     unsafe fn order_of_halves(words: [Self::V; 4]) -> [Self::V; 4];

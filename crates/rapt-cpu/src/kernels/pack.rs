@@ -3,6 +3,8 @@
 //! `Qᵀ` is `[head_dim][queries]`, `Oᵀ` is `[head_dim_v][queries]`; a K or V panel is `[keys][dim]` in the accumulation
 //! dtype. Packing a tile is no copy of a tensor: a panel holds one block of keys.
 
+use rapt_core::DType;
+
 use super::simd::{Real, Simd, Storage};
 use crate::problem::{Input, Output};
 
@@ -21,6 +23,27 @@ pub(crate) unsafe fn load_row<S: Simd, T: Storage<S>>(src: *const T, stride: isi
         while d < n {
             *dst.add(d) = (*src.wrapping_offset(d as isize * stride)).widen();
             d += 1;
+        }
+    }
+}
+
+/// `n` elements of any dtype, `stride` apart, to consecutive ones: in vectors where it is `T`.
+#[inline(always)]
+pub(crate) unsafe fn load_row_of<S: Simd, T: Storage<S>>(
+    from: *const u8,
+    dtype: DType,
+    stride: isize,
+    n: usize,
+    to: *mut S::Elem,
+) {
+    // SAFETY: the caller vouches for n elements on both sides.
+    unsafe {
+        if dtype == T::DTYPE {
+            return load_row::<S, T>(from.cast(), stride, n, to);
+        }
+        let step = stride * dtype.size_bytes() as isize;
+        for d in 0..n {
+            *to.add(d) = S::Elem::load_as(dtype, from.wrapping_offset(d as isize * step));
         }
     }
 }

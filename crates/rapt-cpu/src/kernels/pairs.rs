@@ -15,6 +15,8 @@ pub(crate) trait Bf16Pairs: Simd<Elem = f32> {
     unsafe fn dot(a: Self::V, b: Self::V, acc: Self::V) -> Self::V;
     /// Two vectors rounded to bf16, to nearest even: `low` to the low halves.
     unsafe fn pair(low: Self::V, high: Self::V) -> Self::V;
+    /// Two vectors to consecutive bf16, to nearest even.
+    unsafe fn narrow(first: Self::V, second: Self::V) -> Self::V;
     /// The halves of `a` where those of `x` are not [`Real::MASKED`](super::simd::Real::MASKED); 0 elsewhere.
     unsafe fn keep_attended(a: Self::V, x: Self::V) -> Self::V;
     /// The bf16 of two vectors of f32 that hold nothing else: exact.

@@ -4,7 +4,8 @@
 //            Taken from one count in device memory.
 //   turns    dq of a tile of queries, a half of its columns: how many items have added to it, of those whose keys it sees, last keys first
 //
-// Whoever waits for a turn waits for an item that another block has taken before: each is at work, and waits at most for still earlier ones.
+// Whoever waits for a turn waits for an item that another block has taken before: that is at work on it or on one taken still earlier, and waits at most
+// for earlier ones.
 
 #pragma once
 #include "backward/request.cuh"

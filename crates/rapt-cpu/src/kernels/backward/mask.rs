@@ -11,9 +11,10 @@ use std::ops::Range;
 
 use super::super::simd::{Part, Real, Simd, Storage};
 use super::Keys;
+use super::lanes::{GradientRows, Places};
 use super::products::{clear, key_product};
 use super::queries::{self, Tile};
-use super::weigh::{Places, weigh};
+use super::weigh::{Operands, weigh};
 use crate::backward_problem::{BackwardPartition, BackwardProblem};
 use crate::problem::Output;
 
@@ -23,7 +24,11 @@ pub(crate) fn pieces([batch, heads, q_len, kv_len]: [usize; 4], partition: &Back
 }
 
 /// Computes piece `n`.
-pub(super) unsafe fn item<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: usize, memory: *mut u8) {
+pub(super) unsafe fn item<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
+    problem: &BackwardProblem,
+    n: usize,
+    memory: *mut u8,
+) {
     let Some(out) = &problem.d_mask else { return };
     let (shape, partition) = (problem.d_mask_shape, &problem.partition);
     let counts = pieces(shape, partition);
@@ -49,8 +54,8 @@ pub(super) unsafe fn item<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: 
                 for i0 in range(2).step_by(partition.queries) {
                     let i1 = range(2).end.min(i0 + partition.queries);
                     let first = head % problem.group_size * problem.rows.q_len;
-                    let keys = &*keys.get_or_insert_with(|| Keys::new::<S, T>(problem, base, task, (block, keys_n)));
-                    add::<S, T>(problem, base, keys, (first + i0, first + i1), is_sum[1]);
+                    let keys = &*keys.get_or_insert_with(|| Keys::new::<S, M, T>(problem, base, task, (block, keys_n)));
+                    add::<S, M, T>(problem, base, keys, (first + i0, first + i1), is_sum[1]);
                 }
             }
         }
@@ -62,14 +67,14 @@ pub(super) unsafe fn item<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: 
 }
 
 /// Adds what arrives at the scores of one tile with one block.
-unsafe fn add<S: Simd, T: Storage<S>>(
+unsafe fn add<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     problem: &BackwardProblem,
     base: *mut S::Elem,
     keys: &Keys<S::Elem>,
     rows: (usize, usize),
     sums_keys: bool,
 ) {
-    let (scratch, m) = (&problem.scratch, problem.partition.run_rows());
+    let scratch = &problem.scratch;
     let part = |at: usize| base.wrapping_add(at);
     let width = problem.partition.queries;
     // SAFETY: as in `item`.
@@ -79,13 +84,13 @@ unsafe fn add<S: Simd, T: Storage<S>>(
             return;
         }
         let tiles = [Some(tile)];
-        queries::pack::<S, T>(problem, base, &tiles);
+        queries::pack::<S, M, T>(problem, base, &tiles);
         let [Some(tile)] = &tiles else { return };
-        let (p, dp) = (part(scratch.p), part(scratch.dp));
-        key_product::<S>(keys.n, problem.head_dim, keys.k, part(scratch.q_t), (p, m));
-        key_product::<S>(keys.n, problem.head_dim_v, keys.v, part(scratch.d_o_t), (dp, width));
-        let places = Places { p: (p, m), ds: None, dp, kept: part(scratch.kept) };
-        weigh::<S>(problem, tile, (keys.first, keys.n), places, true);
+        let Places { p, dp, .. } = M::places(problem, base, 0, 0);
+        key_product::<S, M>(keys.n, problem.head_dim, keys.k, part(scratch.q_t), p);
+        key_product::<S, M>(keys.n, problem.head_dim_v, keys.v, part(scratch.d_o_t), (dp, width));
+        let operands = Operands { p, ds: None, dp, kept: part(scratch.kept) };
+        weigh::<S>(problem, tile, (0, keys.n), operands, true);
         S::apart(AddScores::<S> { n: keys.n, from: dp, sums: part(scratch.d_mask), sums_keys });
     }
 }

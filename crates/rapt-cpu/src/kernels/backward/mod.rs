@@ -9,11 +9,14 @@
 //! ```
 //! With dropout dPᵀ is multiplied by what each weight was multiplied with, and so is Pᵀ before it meets dO; out was formed so, and delta holds.
 //! (Dao 2022, 2023.) Five products by the one inner loop (`matmul`): broadcast rows times vectors, the vectors being queries in the first three and
-//! head_dim in the last two. Before, `rows` finds delta of each row; after, `sums` adds the chunks of dQ, and what tasks share, in their order. Blocks and runs lie at
+//! head_dim in the last two; what a lane of them holds, `lanes` says. Before, `rows` finds delta of each row; after, `sums` adds the chunks of dQ, and what tasks share, in their order. Blocks and runs lie at
 //! multiples of their sizes, chunks follow the length of K: a gradient's bits depend neither on threads nor on other tasks. Deliberately absent: memory
 //! that grows with the product of the lengths; the gradient of a mask has a pass of its own (`mask`).
 
+mod lanes;
 mod mask;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod pairs;
 mod products;
 mod queries;
 mod rows;
@@ -24,18 +27,23 @@ use std::marker::PhantomData;
 
 use super::blocks::{Rows, Values, is_finite};
 use super::matmul::{Broadcast, Factors, Matmul, Onto};
-use super::pack::{pack_panel, store_row};
-use super::products::Single;
+use super::pack::store_row;
+use super::products::{Block, Packing};
 use super::simd::{Part, Real, Simd, Storage};
 use crate::backward_problem::{BackwardProblem, SharedSum};
 use crate::problem::{Input, Output};
-use products::{Contract, QueriesSelecting, clear, key_product, panels};
+use lanes::{GradientRows, Laid, Places, padded_lanes, panels};
+use products::{Contract, QueriesSelecting, clear, key_product};
 use queries::{MAX_TILES, Tile};
+
+/// Keys whose products lie in a tile's scratch memory at a time, so that they stay in the nearest cache until they are weights: a multiple of the keys
+/// of a lane.
+const KEYS_AT_A_TIME: usize = 64;
 
 /// Computes item `n` in scratch memory of the plan's size per thread.
 pub(crate) type Entry = unsafe fn(&BackwardProblem, usize, *mut u8);
 
-/// The steps of a run, for one instruction set and storage dtype.
+/// The steps of a run, for one instruction set, form of products and storage dtype.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entries {
     /// The state of [`ROWS_PER_ITEM`] rows.
@@ -56,21 +64,24 @@ pub(crate) struct Entries {
     pub(crate) lanes: usize,
     /// Queries of a tile.
     pub(crate) queries: usize,
+    /// Numbers of a lane of products.
+    pub(crate) steps: usize,
 }
 
 impl Entries {
-    /// Those of `S` and `T`.
-    pub(crate) fn of<S: Simd, T: Storage<S>>() -> Self {
+    /// Those of `S`, `M` and `T`.
+    pub(crate) fn of<S: Simd, M: GradientRows<S, T>, T: Storage<S>>() -> Self {
         Entries {
             rows: rows::item::<S, T>,
-            large: rows::large::<S, T>,
-            main: item::<S, T>,
+            large: rows::large::<S, M, T>,
+            main: item::<S, M, T>,
             keys: sums::keys::<S, T>,
             dq: sums::dq::<S, T>,
-            mask: mask::item::<S, T>,
+            mask: mask::item::<S, M, T>,
             sinks: sums::sink::<S>,
             lanes: S::LANES,
             queries: S::Q_VECS * S::LANES,
+            steps: M::STEPS,
         }
     }
 }
@@ -80,7 +91,7 @@ pub(crate) use rows::ROWS_PER_ITEM;
 pub(crate) use sums::{shared_blocks, tiles_of_dq};
 
 /// Computes dk and dv of one chunk of keys of a task, and its part of dq.
-unsafe fn item<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: usize, memory: *mut u8) {
+unsafe fn item<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(problem: &BackwardProblem, n: usize, memory: *mut u8) {
     let partition = &problem.partition;
     let (task, chunk) = (problem.first_task + n / partition.chunks, n % partition.chunks);
     let base = memory.cast::<S::Elem>();
@@ -98,11 +109,11 @@ unsafe fn item<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: usize, memo
         }
         for block in (first..last).step_by(partition.block_n) {
             let n = partition.block_n.min(last - block);
-            let mut keys = Keys::new::<S, T>(problem, base, task, (block, n));
+            let mut keys = Keys::new::<S, M, T>(problem, base, task, (block, n));
             keys.sum_apart::<S>(problem);
             keys.clear::<S>(problem);
             for r0 in (0..partition.rows).step_by(partition.run_rows()) {
-                run_of_queries::<S, T>(problem, base, &mut keys, r0, partial);
+                run_of_queries::<S, M, T>(problem, base, &mut keys, r0, partial);
             }
             keys.store::<S, T>(problem);
         }
@@ -116,6 +127,8 @@ struct Keys<E> {
     n: usize,
     k: Rows<E>,
     v: Rows<E>,
+    /// K as lanes along the keys.
+    k_along_keys: Rows<E>,
     /// Whether all of k is finite, once a tile asked.
     whole: Values<E>,
     /// Sums over the queries, in panels of columns.
@@ -125,7 +138,7 @@ struct Keys<E> {
 
 impl<E: Real> Keys<E> {
     /// Finds keys `first..first + n`, and packs those that are not read where they lie.
-    unsafe fn new<S: Simd<Elem = E>, T: Storage<S>>(
+    unsafe fn new<S: Simd<Elem = E>, M: GradientRows<S, T>, T: Storage<S>>(
         problem: &BackwardProblem,
         base: *mut E,
         task: usize,
@@ -133,21 +146,29 @@ impl<E: Real> Keys<E> {
     ) -> Self {
         let [batch, head, _] = problem.origin(task);
         let (scratch, partition) = (&problem.scratch, &problem.partition);
+        let block = Block { first: (batch, head, first), n };
         let rows = |input: &Input<4>, dim: usize, in_place: bool, panel: usize| {
             if in_place {
-                return Rows { ptr: input.at([batch, head, first, 0]).cast(), stride: input.strides[2] };
+                let stride = input.strides[2] / M::STEPS as isize;
+                return Rows { ptr: input.at([batch, head, first, 0]).cast(), stride };
             }
             let panel = base.wrapping_add(panel);
-            let pack = PackKeys { input, first: (batch, head, first), n, dim, panel, storage: PhantomData::<T> };
+            let pack = PackKeys { input, block, dim, panel, rows: PhantomData::<(M, T)> };
             // SAFETY: scratch memory has a panel where rows are not read in place.
-            unsafe { S::apart(pack) };
-            Rows { ptr: panel.cast_const(), stride: dim as isize }
+            unsafe { M::apart(pack) };
+            Rows { ptr: panel.cast_const(), stride: dim.div_ceil(M::STEPS) as isize }
         };
         let k = rows(&problem.k, problem.head_dim, partition.k_in_place, scratch.k_panel);
         let v = rows(&problem.v, problem.head_dim_v, partition.v_in_place, scratch.v_panel);
-        let whole = Values { rows: k, steps: n, lanes: problem.head_dim, finite: None };
+        let whole = Values { rows: k, steps: n, lanes: problem.head_dim.div_ceil(M::STEPS), finite: None };
+        let mut k_along_keys = k;
+        if problem.dq.is_some() {
+            let panel = base.wrapping_add(scratch.k_along_keys);
+            // SAFETY: scratch memory has a panel for it, where it is not `k`.
+            k_along_keys = unsafe { M::along_keys(&problem.k, block, problem.head_dim, k, panel) };
+        }
         let (dk, dv) = (base.wrapping_add(scratch.dk), base.wrapping_add(scratch.dv));
-        Keys { task, first, n, k, v, whole, dk, dv }
+        Keys { task, first, n, k, v, k_along_keys, whole, dk, dv }
     }
 
     /// Lets the block be summed where it stays: what the task adds to gradients that tasks share.
@@ -178,7 +199,7 @@ impl<E: Real> Keys<E> {
     /// dk and dv of the block, but for what tasks share.
     unsafe fn store<S: Simd<Elem = E>, T: Storage<S>>(&self, problem: &BackwardProblem) {
         let [batch, head, _] = problem.origin(self.task);
-        let scale = E::from_f64_clamped(problem.scores.softmax_scale);
+        let scale = problem.factor_of_sums();
         let (first, n, block_n) = ((batch, head, self.first), self.n, problem.partition.block_n);
         let BackwardProblem { shared, head_dim, head_dim_v, .. } = problem;
         let of = [
@@ -196,21 +217,20 @@ impl<E: Real> Keys<E> {
 }
 
 /// Rows of K or of V, packed.
-struct PackKeys<'a, E, T> {
+struct PackKeys<'a, E, R> {
     input: &'a Input<4>,
-    first: (usize, usize, usize),
-    n: usize,
+    block: Block,
     dim: usize,
     panel: *mut E,
-    storage: PhantomData<T>,
+    rows: PhantomData<R>,
 }
 
-impl<S: Simd, T: Storage<S>> Part<S> for PackKeys<'_, S::Elem, T> {
+impl<S: Simd, T: Storage<S>, M: Packing<S, T>> Part<S> for PackKeys<'_, S::Elem, (M, T)> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        // SAFETY: the panel has n rows of dim; the keys are inside the tensor.
-        unsafe { pack_panel::<S, T>(self.input, self.first, self.n, self.dim, self.panel) }
+        // SAFETY: the panel has a row of lanes for each key; the keys are inside the tensor.
+        unsafe { M::pack_keys(self.input, self.block, self.dim, self.panel) }
     }
 }
 
@@ -242,7 +262,7 @@ impl<S: Simd, T: Storage<S>> Part<S> for StoreKeys<'_, S::Elem, T> {
 }
 
 /// One run of queries, from row `r0` on, with one block of keys.
-unsafe fn run_of_queries<S: Simd, T: Storage<S>>(
+unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     problem: &BackwardProblem,
     base: *mut S::Elem,
     keys: &mut Keys<S::Elem>,
@@ -256,7 +276,10 @@ unsafe fn run_of_queries<S: Simd, T: Storage<S>>(
     if j0 >= j1 {
         return;
     }
-    let (skip, n) = (j0 - keys.first, j1 - j0);
+    // Lanes along the keys are whole.
+    let skip = (j0 - keys.first) / M::STEPS * M::STEPS;
+    let n = (j1 - keys.first).next_multiple_of(M::STEPS).min(keys.n) - skip;
+    let j0 = keys.first + skip;
     let (m, width, block_n) = (partition.run_rows(), partition.queries, partition.block_n);
     let part = |at: usize| base.wrapping_add(at);
     let count = (r1 - r0).div_ceil(width);
@@ -274,34 +297,10 @@ unsafe fn run_of_queries<S: Simd, T: Storage<S>>(
         if !attends {
             return;
         }
-        queries::pack::<S, T>(problem, base, &tiles[..count]);
-        let (k, v) = (keys.k.from(skip), keys.v.from(skip));
+        queries::pack::<S, M, T>(problem, base, &tiles[..count]);
         for (t, tile) in tiles.iter().flatten().enumerate() {
-            let [p, ds] = [scratch.p, scratch.ds].map(|at| part(at + t * width));
-            let dp = part(scratch.dp);
-            if tile.is_empty {
-                S::apart(weigh::FillMasked::<S> { n, to: [p, ds], row: m });
-                continue;
-            }
-            let q_t = part(scratch.q_t + t * width * problem.head_dim.next_multiple_of(S::LANES));
-            key_product::<S>(n, problem.head_dim, k, q_t, (p, m));
-            if problem.needs_ds() {
-                let d_o_t = part(scratch.d_o_t + t * width * problem.head_dim_v.next_multiple_of(S::LANES));
-                key_product::<S>(n, problem.head_dim_v, v, d_o_t, (dp, width));
-            }
-            let places = weigh::Places { p: (p, m), ds: Some((ds, m)), dp, kept: part(scratch.kept) };
-            weigh::weigh::<S>(problem, tile, (j0, n), places, false);
-            if let Some(partial) = partial {
-                let y = partial.add((r0 / width + t) * problem.head_dim * width);
-                let b = Broadcast { ptr: k.ptr, row: 1, step: k.stride };
-                let x = dp.cast_const();
-                let product = Factors::<S, 2> { rows: problem.head_dim, n, x, b, y, onto: Onto::Sum };
-                if !tile.has_masked || is_finite::<S, Single>(&mut keys.whole) {
-                    S::apart(Matmul::<S, Single, 2, true>(product, PhantomData));
-                } else {
-                    S::apart(QueriesSelecting(product));
-                }
-            }
+            let partial = partial.map(|partial| partial.add((r0 / width + t) * problem.head_dim * width));
+            tile_of_queries::<S, M, T>(problem, base, keys, (t, tile), (skip, n), partial);
         }
         let rows = count * width;
         let sums = [
@@ -312,7 +311,54 @@ unsafe fn run_of_queries<S: Simd, T: Storage<S>>(
             if is_asked {
                 let (b, x) = (part(weights).cast_const(), part(columns).cast_const());
                 let contract = Contract { keys: n, rows, row: m, dim, b, x, y, skip, block_n, selects: masks };
-                contract.run::<S>();
+                contract.run::<S, M>();
+            }
+        }
+    }
+}
+
+/// Tile `t` of a run with `n` keys of a block from key `skip` on: its weights, and its part of dq.
+unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
+    problem: &BackwardProblem,
+    base: *mut S::Elem,
+    keys: &mut Keys<S::Elem>,
+    (t, tile): (usize, &Tile<S::Elem>),
+    (skip, n): (usize, usize),
+    partial: Option<*mut S::Elem>,
+) {
+    let (scratch, width) = (&problem.scratch, problem.partition.queries);
+    let part = |at: usize| base.wrapping_add(at);
+    let (first, lanes, row) = (t * width, width / M::STEPS, problem.partition.run_rows() / M::STEPS);
+    let to = [scratch.p, scratch.ds].map(|at| part(at + t * lanes));
+    // SAFETY: as in `item`.
+    unsafe {
+        if tile.is_empty {
+            return S::apart(weigh::FillMasked::<S> { n, to, row, lanes, fill: M::UNATTENDED });
+        }
+        let q_t = part(scratch.q_t + first * padded_lanes::<S, M>(problem.head_dim));
+        let d_o_t = part(scratch.d_o_t + first * padded_lanes::<S, M>(problem.head_dim_v));
+        for at in (0..n).step_by(KEYS_AT_A_TIME) {
+            let keys_n = KEYS_AT_A_TIME.min(n - at);
+            let Places { p, dp, to, along_keys } = M::places(problem, base, t, at);
+            key_product::<S, M>(keys_n, problem.head_dim, keys.k.from(skip + at), q_t, p);
+            if problem.needs_ds() {
+                key_product::<S, M>(keys_n, problem.head_dim_v, keys.v.from(skip + at), d_o_t, (dp, width));
+            }
+            let ds = (M::STEPS == 1).then_some((to[1], row));
+            let operands = weigh::Operands { p, ds, dp, kept: part(scratch.kept) };
+            weigh::weigh::<S>(problem, tile, (at, keys_n), operands, false);
+            let scale = S::Elem::from_f64_clamped(problem.scores.softmax_scale.abs());
+            M::lay(Laid { n: keys_n, from: [p.0.cast_const(), dp], scale, to, row, along_keys });
+        }
+        if let Some(y) = partial {
+            let Rows { ptr, stride } = keys.k_along_keys.from(skip / M::STEPS);
+            let x = M::places(problem, base, t, 0).along_keys.cast_const();
+            let (b, n) = (Broadcast { ptr, row: 1, step: stride }, n.div_ceil(M::STEPS));
+            let product = Factors::<S, 2> { rows: problem.head_dim, n, x, b, y, onto: Onto::Sum };
+            if !tile.has_masked || is_finite::<S, M>(&mut keys.whole) {
+                M::apart(Matmul::<S, M, 2, true>(product, PhantomData));
+            } else {
+                M::apart(QueriesSelecting::<S, M>(product, PhantomData));
             }
         }
     }

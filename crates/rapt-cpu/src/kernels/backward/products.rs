@@ -1,65 +1,44 @@
-//! The products of the backward pass by the inner loop of `matmul`, and the panels of columns that two of them read and sum in.
-//!
-//! A matrix of rows of head_dim lies in panels of two vectors of columns, the last one of one vector if that will do: panel `c` of a matrix of
-//! `rows` rows begins at `first column · rows`, and its rows follow one another.
+//! The products of the backward pass by the inner loop of `matmul`, two of which read and sum in panels of columns (`lanes`).
 
 use std::marker::PhantomData;
 
 use super::super::blocks::{QK_RUN, Rows};
 use super::super::matmul::{Broadcast, Factors, Onto, Place, next_rows, tile};
-use super::super::products::Single;
+use super::super::products::Products;
 use super::super::simd::{Part, Real, Simd};
+use super::lanes::{GradientLanes, Panel, panels};
 
-/// A panel of columns.
-#[derive(Clone, Copy)]
-pub(super) struct Panel {
-    /// Its first column.
-    pub(super) first: usize,
-    /// One vector, or two.
-    pub(super) width: usize,
-    /// How many of its columns are there; the others are 0 where they are read.
-    pub(super) len: usize,
-}
-
-/// The panels of `dim` columns.
-#[inline(always)]
-pub(super) fn panels<S: Simd>(dim: usize) -> impl Iterator<Item = Panel> {
-    (0..dim).step_by(2 * S::LANES).map(move |first| {
-        let len = (dim - first).min(2 * S::LANES);
-        Panel { first, width: if len > S::LANES { 2 * S::LANES } else { S::LANES }, len }
-    })
-}
-
-/// `rows` rows of `b` over `n` steps with the vectors at `x`, onto those at `y`.
-struct Product<S: Simd, const V: usize> {
+/// `rows` rows of `b` over `n` lanes with the vectors at `x`, onto those at `y`.
+struct Product<S: Simd, M, const V: usize> {
     rows: usize,
     n: usize,
     x: *const S::Elem,
     b: Broadcast<S::Elem>,
     y: Place<S::Elem>,
     onto: Onto<S, V>,
+    lanes: PhantomData<M>,
 }
 
-impl<S: Simd, const V: usize> Part<S> for Product<S, V> {
+impl<S: Simd, M: Products<S>, const V: usize> Part<S> for Product<S, M, V> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Product { rows, n, x, b, y, onto } = self;
+        let Product { rows, n, x, b, y, onto, .. } = self;
         let mut r = 0;
         while r < rows {
             let take = next_rows::<S, V>(rows - r);
             let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * b.row), ..b };
             let y = Place { ptr: y.ptr.wrapping_add(r * y.row), ..y };
             // SAFETY: rows r..r + take are below `rows`.
-            r += unsafe { tile::<S, Single, V, false>(take, n, x, b, y, onto) };
+            r += unsafe { tile::<S, M, V, false>(take, n, x.cast(), b, y, onto) };
         }
     }
 }
 
 /// The same over the steps whose element of `b` is not [`Real::MASKED`], onto sums: NaN and infinities behind it stay where they are.
-struct ProductSelecting<S: Simd, const V: usize>(Product<S, V>);
+struct ProductSelecting<S: Simd, M, const V: usize>(Product<S, M, V>);
 
-impl<S: Simd, const V: usize> Part<S> for ProductSelecting<S, V> {
+impl<S: Simd, M: GradientLanes<S>, const V: usize> Part<S> for ProductSelecting<S, M, V> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
@@ -69,11 +48,10 @@ impl<S: Simd, const V: usize> Part<S> for ProductSelecting<S, V> {
             for r in 0..rows {
                 let mut acc = [S::splat(S::Elem::ZERO); V];
                 for t in 0..n {
-                    let weight = *b.ptr.wrapping_offset(r as isize * b.row + t as isize * b.step);
-                    if !weight.is_masked() {
-                        for (v, acc) in acc.iter_mut().enumerate() {
-                            *acc = S::fma(S::splat(weight), S::load(x.add((t * V + v) * S::LANES)), *acc);
-                        }
+                    let at = r as isize * b.row + t as isize * b.step;
+                    let weight = S::splat(*b.ptr.wrapping_offset(at));
+                    for (v, acc) in acc.iter_mut().enumerate() {
+                        *acc = M::add_attended(S::load(x.add((t * V + v) * S::LANES)), weight, *acc);
                     }
                 }
                 for (v, acc) in acc.into_iter().enumerate() {
@@ -86,26 +64,21 @@ impl<S: Simd, const V: usize> Part<S> for ProductSelecting<S, V> {
 }
 
 /// `dQᵀ += Kᵀ · dSᵀ` of a tile over the pairs that are not [`Real::MASKED`]: NaN and infinities in keys that a row does not attend stay there.
-pub(super) struct QueriesSelecting<S: Simd>(pub(super) Factors<S, 2>);
+pub(super) struct QueriesSelecting<S: Simd, M>(pub(super) Factors<S, 2>, pub(super) PhantomData<M>);
 
-impl<S: Simd> Part<S> for QueriesSelecting<S> {
+impl<S: Simd, M: GradientLanes<S>> Part<S> for QueriesSelecting<S, M> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
         let Factors { rows, n, x, b, y, .. } = self.0;
         // SAFETY: as for `Matmul`.
         unsafe {
-            let (zero, one) = (S::splat(S::Elem::ZERO), S::splat(S::Elem::ONE));
             for d in 0..rows {
-                let mut acc = [zero; 2];
+                let mut acc = [S::splat(S::Elem::ZERO); 2];
                 for j in 0..n {
-                    let key = S::splat(*b.ptr.wrapping_offset(d as isize + j as isize * b.step));
+                    let key = S::splat(b.ptr.wrapping_offset(d as isize + j as isize * b.step).read_unaligned());
                     for (v, acc) in acc.iter_mut().enumerate() {
-                        let ds = S::load(x.add((2 * j + v) * S::LANES));
-                        // −0 is the one zero with a negative inverse.
-                        let sum = S::fma(key, ds, *acc);
-                        let of_zero = S::select(S::lt(S::div(one, ds), zero), *acc, sum);
-                        *acc = S::select(S::eq(ds, zero), of_zero, sum);
+                        *acc = M::add_attended(key, S::load(x.add((2 * j + v) * S::LANES)), *acc);
                     }
                 }
                 for (v, acc) in acc.into_iter().enumerate() {
@@ -117,20 +90,22 @@ impl<S: Simd> Part<S> for QueriesSelecting<S> {
     }
 }
 
-/// `Sᵀ = K · Qᵀ` of a tile: `n` keys by its queries, to rows `row` apart.
-pub(super) unsafe fn key_product<S: Simd>(
-    n: usize,
+/// `Sᵀ = K · Qᵀ` of a tile: `keys` keys by its queries, to rows `row` apart.
+pub(super) unsafe fn key_product<S: Simd, M: Products<S>>(
+    keys: usize,
     dim: usize,
     k: Rows<S::Elem>,
     q_t: *const S::Elem,
     (to, row): (*mut S::Elem, usize),
 ) {
-    for d in (0..dim).step_by(QK_RUN) {
+    let lanes = dim.div_ceil(M::STEPS);
+    for d in (0..lanes).step_by(QK_RUN) {
         let b = Broadcast { ptr: k.ptr.wrapping_add(d), row: k.stride, step: 1 };
         let x = q_t.wrapping_add(d * 2 * S::LANES);
         let onto = if d == 0 { Onto::<S, 2>::Nothing } else { Onto::Sum };
+        let (n, y, lanes) = (QK_RUN.min(lanes - d), Place { ptr: to, row }, PhantomData::<M>);
         // SAFETY: promised by the caller.
-        unsafe { S::apart(Product { rows: n, n: QK_RUN.min(dim - d), x, b, y: Place { ptr: to, row }, onto }) };
+        unsafe { M::apart(Product { rows: keys, n, x, b, y, onto, lanes }) };
     }
 }
 
@@ -139,7 +114,7 @@ pub(super) struct Contract<E> {
     pub(super) keys: usize,
     /// Queries.
     pub(super) rows: usize,
-    /// From key to key in `b`, and the rows that panels of `x` have.
+    /// Rows that a run has: lanes of them from key to key in `b`, and rows that panels of `x` have.
     pub(super) row: usize,
     pub(super) dim: usize,
     /// `[keys][row]`.
@@ -153,61 +128,62 @@ pub(super) struct Contract<E> {
 }
 
 impl<E: Real> Contract<E> {
-    pub(super) unsafe fn run<S: Simd<Elem = E>>(&self) {
+    pub(super) unsafe fn run<S: Simd<Elem = E>, M: GradientLanes<S>>(&self) {
         // SAFETY: promised by the caller.
         unsafe {
             for panel in panels::<S>(self.dim) {
-                let ptr = self.x.wrapping_add(panel.first * self.row);
-                let is_finite = !self.selects || S::apart(IsFinite::<S> { ptr, len: self.rows * panel.width });
+                let ptr = self.x.wrapping_add(panel.first * self.row / M::STEPS);
+                let len = self.rows / M::STEPS * panel.width;
+                let is_finite = !self.selects || M::apart(IsFinite { ptr, len, lanes: PhantomData::<M> });
                 if panel.width == S::LANES {
-                    self.panel::<S, 1>(panel, is_finite);
+                    self.panel::<S, M, 1>(panel, is_finite);
                 } else {
-                    self.panel::<S, 2>(panel, is_finite);
+                    self.panel::<S, M, 2>(panel, is_finite);
                 }
             }
         }
     }
 
-    unsafe fn panel<S: Simd<Elem = E>, const V: usize>(&self, panel: Panel, is_finite: bool) {
+    unsafe fn panel<S: Simd<Elem = E>, M: GradientLanes<S>, const V: usize>(&self, panel: Panel, is_finite: bool) {
         let Contract { keys, rows, row, b, x, y, skip, block_n, .. } = *self;
         let y = y.wrapping_add(panel.first * block_n + skip * panel.width);
-        let product = Product::<S, V> {
+        let product = Product::<S, M, V> {
             rows: keys,
-            n: rows,
-            x: x.wrapping_add(panel.first * row),
-            b: Broadcast { ptr: b, row: row as isize, step: 1 },
+            n: rows / M::STEPS,
+            x: x.wrapping_add(panel.first * row / M::STEPS),
+            b: Broadcast { ptr: b, row: (row / M::STEPS) as isize, step: 1 },
             y: Place { ptr: y, row: panel.width },
             onto: Onto::Sum,
+            lanes: PhantomData,
         };
         // SAFETY: promised by the caller.
         unsafe {
             if is_finite {
-                S::apart(product);
+                M::apart(product);
             } else {
-                S::apart(ProductSelecting(product));
+                M::apart(ProductSelecting(product));
             }
         }
     }
 }
 
 /// Whether whole vectors are finite.
-struct IsFinite<S: Simd> {
-    ptr: *const S::Elem,
+struct IsFinite<E, M> {
+    ptr: *const E,
     len: usize,
+    lanes: PhantomData<M>,
 }
 
-impl<S: Simd> Part<S> for IsFinite<S> {
+impl<S: Simd, M: Products<S>> Part<S> for IsFinite<S::Elem, M> {
     type Output = bool;
     #[inline(always)]
     unsafe fn run(self) -> bool {
         // SAFETY: the caller vouches for the elements, a multiple of four vectors: rows of a run are.
         unsafe {
-            let zero = S::splat(S::Elem::ZERO);
-            let mut sums = [zero; 4];
+            let mut sums = [S::splat(S::Elem::ZERO); 4];
             for at in (0..self.len).step_by(4 * S::LANES) {
                 for (v, sum) in sums.iter_mut().enumerate() {
-                    // 0 · x is 0 for finite x and NaN otherwise.
-                    *sum = S::fma(S::load(self.ptr.add(at + v * S::LANES)), zero, *sum);
+                    *sum = M::add_non_finite(S::load(self.ptr.add(at + v * S::LANES)), *sum);
                 }
             }
             !S::reduce_add(S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]))).is_nan()

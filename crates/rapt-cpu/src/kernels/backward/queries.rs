@@ -4,14 +4,10 @@
 
 use std::marker::PhantomData;
 
-use rapt_core::DType;
-
 use super::super::mask::{Effect, ReadTile};
-use super::super::pack::{load_row, transpose_in};
-use super::super::simd::{Part, Real, Simd, Storage};
-use super::products::panels;
+use super::super::simd::{Real, Simd, Storage};
+use super::lanes::{GradientRows, Pack, PackTile, padded_lanes};
 use crate::backward_problem::BackwardProblem;
-use crate::problem::Input;
 use crate::task_rows::Row;
 
 /// The most lanes of a tile: two vectors of 16.
@@ -23,6 +19,8 @@ pub(super) const MAX_TILES: usize = 4;
 /// See the module.
 pub(super) struct Tile<E> {
     pub(super) rows: [Row; MAX_QUERIES],
+    /// The first of its keys.
+    pub(super) first_key: usize,
     /// Queries that there are.
     pub(super) count: usize,
     /// Of each lane: whether it is a row that attends something.
@@ -59,6 +57,7 @@ impl<E: Real> Tile<E> {
         let zeros = [E::ZERO; MAX_QUERIES];
         let mut tile = Tile {
             rows: [Row { batch, head, i: 0 }; MAX_QUERIES],
+            first_key: j0,
             count: r1 - r0,
             lives: [false; MAX_QUERIES],
             is_empty: true,
@@ -110,88 +109,25 @@ impl<E: Real> Tile<E> {
 }
 
 /// The rows of Q and dO of a run: in panels of columns, and transposed tile by tile.
-pub(super) unsafe fn pack<S: Simd, T: Storage<S>>(
+pub(super) unsafe fn pack<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     problem: &BackwardProblem,
     base: *mut S::Elem,
     tiles: &[Option<Tile<S::Elem>>],
 ) {
     let (scratch, m) = (&problem.scratch, problem.partition.run_rows());
+    let part = |at: usize| base.wrapping_add(at);
     let of = [
         (&problem.q, problem.head_dim, scratch.q, scratch.q_t),
         (&problem.d_o, problem.head_dim_v, scratch.d_o, scratch.d_o_t),
     ];
     for (input, dim, columns, turned) in of {
         for (t, tile) in tiles.iter().flatten().enumerate() {
-            let width = S::Q_VECS * S::LANES;
-            let turned = base.wrapping_add(turned + t * width * dim.next_multiple_of(S::LANES));
-            let columns = base.wrapping_add(columns);
-            let pack = PackTile { input, tile, dim, first: t * width, m, columns, turned, storage: PhantomData::<T> };
+            let (first, columns, rows) = (t * problem.partition.queries, part(columns), part(scratch.rows));
+            let turned = part(turned + first * padded_lanes::<S, M>(dim));
+            let (of, lives) = (&tile.rows[..], &tile.lives[..]);
+            let pack = PackTile { input, of, lives, dim, first, m, columns, turned, rows };
             // SAFETY: scratch memory has room for the rows of a run.
-            unsafe { S::apart(pack) };
-        }
-    }
-}
-
-/// One tile of Q or dO.
-struct PackTile<'a, E, T> {
-    input: &'a Input<4>,
-    tile: &'a Tile<E>,
-    dim: usize,
-    /// The first of its rows in the panels of the run, which have `m`.
-    first: usize,
-    m: usize,
-    columns: *mut E,
-    turned: *mut E,
-    storage: PhantomData<T>,
-}
-
-impl<S: Simd, T: Storage<S>> Part<S> for PackTile<'_, S::Elem, T> {
-    type Output = ();
-    #[inline(always)]
-    unsafe fn run(self) {
-        let PackTile { input, tile, dim, first, m, columns, turned, .. } = self;
-        let (input, width) = (*input, S::Q_VECS * S::LANES);
-        for panel in panels::<S>(dim) {
-            let to = columns.wrapping_add(panel.first * m + first * panel.width);
-            // SAFETY: the panel has m rows; each live lane is a row of the tensor.
-            unsafe {
-                for lane in 0..width {
-                    let to = to.add(lane * panel.width);
-                    let mut filled = 0;
-                    if tile.lives[lane] {
-                        let row = &tile.rows[lane];
-                        let from = input.at([row.batch, row.head, row.i, panel.first]);
-                        load_row_of::<S, T>(from, input.dtype, input.strides[3], panel.len, to);
-                        filled = panel.len;
-                    }
-                    for d in filled..panel.width {
-                        *to.add(d) = S::Elem::ZERO;
-                    }
-                }
-                let turned = turned.add(panel.first * width);
-                transpose_in::<S>(to, panel.width, panel.width, turned, width);
-            }
-        }
-    }
-}
-
-/// `n` elements of any dtype, `stride` apart, to consecutive ones: in vectors where it is `T`.
-#[inline(always)]
-pub(super) unsafe fn load_row_of<S: Simd, T: Storage<S>>(
-    from: *const u8,
-    dtype: DType,
-    stride: isize,
-    n: usize,
-    to: *mut S::Elem,
-) {
-    // SAFETY: the caller vouches for n elements on both sides.
-    unsafe {
-        if dtype == T::DTYPE {
-            return load_row::<S, T>(from.cast(), stride, n, to);
-        }
-        let step = stride * dtype.size_bytes() as isize;
-        for d in 0..n {
-            *to.add(d) = S::Elem::load_as(dtype, from.wrapping_offset(d as isize * step));
+            unsafe { M::apart(Pack::<_, M, T>(pack, PhantomData)) };
         }
     }
 }

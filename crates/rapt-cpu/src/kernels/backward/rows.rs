@@ -6,10 +6,12 @@
 
 use std::marker::PhantomData;
 
+use super::super::pack::load_row_of;
 use super::super::simd::{Part, Real, Simd, Storage};
 use super::Keys;
+use super::lanes::GradientRows;
 use super::products::key_product;
-use super::queries::{self, MAX_QUERIES, Tile, load_row_of};
+use super::queries::{self, MAX_QUERIES, Tile};
 use super::weigh::Accumulate;
 use crate::backward_problem::BackwardProblem;
 
@@ -79,7 +81,11 @@ impl<S: Simd, T: Storage<S>> Part<S> for FindStates<'_, T> {
 const LARGE: i64 = 1 << 10;
 
 /// Finds maxima and sums of the rows of tile `n` of all tasks whose lse is large.
-pub(super) unsafe fn large<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: usize, memory: *mut u8) {
+pub(super) unsafe fn large<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
+    problem: &BackwardProblem,
+    n: usize,
+    memory: *mut u8,
+) {
     let (partition, base) = (&problem.partition, memory.cast::<S::Elem>());
     let (task, tile) = (n / partition.task_tiles(), n % partition.task_tiles());
     let r0 = tile * partition.queries;
@@ -100,17 +106,17 @@ pub(super) unsafe fn large<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n:
             if block + n <= lo || hi <= block {
                 continue;
             }
-            let keys = Keys::new::<S, T>(problem, base, task, (block, n));
+            let keys = Keys::new::<S, M, T>(problem, base, task, (block, n));
             let bias = base.wrapping_add(problem.scratch.bias);
             let tile = Tile::new::<S>(problem, task, (r0, r1), (block, n), bias);
             if tile.is_empty {
                 continue;
             }
             let tiles = [Some(tile)];
-            queries::pack::<S, T>(problem, base, &tiles);
+            queries::pack::<S, M, T>(problem, base, &tiles);
             let [Some(tile)] = &tiles else { return };
-            let (x, row) = (base.wrapping_add(problem.scratch.p), partition.run_rows());
-            key_product::<S>(n, problem.head_dim, keys.k, base.wrapping_add(problem.scratch.q_t), (x, row));
+            let (x, row) = M::places(problem, base, 0, 0).p;
+            key_product::<S, M>(n, problem.head_dim, keys.k, base.wrapping_add(problem.scratch.q_t), (x, row));
             let (row_max, row_sum) = (&mut row_max, &mut row_sum);
             S::apart(Accumulate::<S> { problem, tile, n, x, row, row_max, row_sum });
         }

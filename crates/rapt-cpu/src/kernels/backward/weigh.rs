@@ -4,7 +4,8 @@
 //! p  = 2^((s − top) · log2(e) − log2_sum)       ds = p · (dp − delta)       dx = ds · (1 − tanh²)
 //! ```
 //! With dropout dp is `kept · dp` before, and p becomes `kept · p` after: passes of their own, so that without it nothing is asked of a pair.
-//! A pair that is not attended has [`Real::MASKED`] in both. Deliberately absent: softmax_scale, which dq and dk are multiplied with once they are sums.
+//! A pair that is not attended has [`Real::MASKED`] in both. Deliberately absent: softmax_scale, which dq and dk are
+//! multiplied with once they are sums, or what arrives where it is rounded (`pairs`).
 
 use super::super::dropout::{DropArriving, DropTile};
 use super::super::math::{exp2, tanh};
@@ -15,7 +16,7 @@ use crate::backward_problem::BackwardProblem;
 
 /// Where the scores of a tile lie: a pointer and the distance from key to key.
 #[derive(Clone, Copy)]
-pub(super) struct Places<E> {
+pub(super) struct Operands<E> {
     /// Products of q and k, which become probabilities.
     pub(super) p: (*mut E, usize),
     /// Where what arrives at them goes besides.
@@ -26,29 +27,29 @@ pub(super) struct Places<E> {
     pub(super) kept: *mut E,
 }
 
-/// See the module, for keys `j0..j0 + n`; `of_scores` leaves out the derivative of softcap.
+/// See the module, for `n` keys, of those of the tile from `skip` on; `of_scores` leaves out the derivative of softcap.
 pub(super) unsafe fn weigh<S: Simd>(
     problem: &BackwardProblem,
     tile: &Tile<S::Elem>,
-    keys: (usize, usize),
-    places: Places<S::Elem>,
+    (skip, n): (usize, usize),
+    operands: Operands<S::Elem>,
     of_scores: bool,
 ) {
-    let n = keys.1;
     // SAFETY: as of the caller.
     unsafe {
         if let Some(dropping) = problem.dropping {
+            let keys = (tile.first_key + skip, n);
             let tile = DropTile { dropping, rows: &tile.rows[..tile.count], keys };
-            S::apart(DropArriving::<S> { tile, dp: places.dp, kept: places.kept });
+            S::apart(DropArriving::<S> { tile, dp: operands.dp, kept: operands.kept });
         }
         match (problem.scores.natural, tile.has_masked) {
-            (false, false) => S::apart(Weigh::<S, false, false> { problem, tile, n, places, of_scores }),
-            (false, true) => S::apart(Weigh::<S, false, true> { problem, tile, n, places, of_scores }),
-            (true, false) => S::apart(Weigh::<S, true, false> { problem, tile, n, places, of_scores }),
-            (true, true) => S::apart(Weigh::<S, true, true> { problem, tile, n, places, of_scores }),
+            (false, false) => S::apart(Weigh::<S, false, false> { problem, tile, skip, n, operands, of_scores }),
+            (false, true) => S::apart(Weigh::<S, false, true> { problem, tile, skip, n, operands, of_scores }),
+            (true, false) => S::apart(Weigh::<S, true, false> { problem, tile, skip, n, operands, of_scores }),
+            (true, true) => S::apart(Weigh::<S, true, true> { problem, tile, skip, n, operands, of_scores }),
         }
         if problem.dropping.is_some() {
-            S::apart(KeepWeights::<S> { n, kept: places.kept, p: places.p });
+            S::apart(KeepWeights::<S> { n, kept: operands.kept, p: operands.p });
         }
     }
 }
@@ -81,8 +82,9 @@ impl<S: Simd> Part<S> for KeepWeights<S> {
 struct Weigh<'a, S: Simd, const NATURAL: bool, const MASKED: bool> {
     problem: &'a BackwardProblem,
     tile: &'a Tile<S::Elem>,
+    skip: usize,
     n: usize,
-    places: Places<S::Elem>,
+    operands: Operands<S::Elem>,
     of_scores: bool,
 }
 
@@ -171,7 +173,7 @@ impl<S: Simd, const NATURAL: bool, const MASKED: bool> Part<S> for Weigh<'_, S, 
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Weigh { problem, tile, n, places, of_scores } = self;
+        let Weigh { problem, tile, skip, n, operands, of_scores } = self;
         let width = S::Q_VECS * S::LANES;
         // SAFETY: the arrays have as many elements as a tile has queries, and the caller vouches for n rows of scores.
         unsafe {
@@ -185,10 +187,10 @@ impl<S: Simd, const NATURAL: bool, const MASKED: bool> Part<S> for Weigh<'_, S, 
                 let minus_log2_sum = S::sub(zero, S::load(tile.log2_sum.as_ptr().add(v)));
                 let delta = S::load(tile.delta.as_ptr().add(v));
                 for j in 0..n {
-                    let at = places.p.0.add(j * places.p.1 + v);
-                    let of_dp = places.dp.add(j * width + v);
-                    let (x, key) = (S::load(at), S::splat(S::Elem::from_i64(j as i64)));
-                    let bias = tile.bias.map(|bias| bias.wrapping_add(j * width + v));
+                    let at = operands.p.0.add(j * operands.p.1 + v);
+                    let of_dp = operands.dp.add(j * width + v);
+                    let (x, key) = (S::load(at), S::splat(S::Elem::from_i64((skip + j) as i64)));
+                    let bias = tile.bias.map(|bias| bias.wrapping_add((skip + j) * width + v));
                     let (below_top, rises) = if NATURAL {
                         let (score, rises) = scorer.score(&lanes, x, key, bias);
                         (S::sub(score, top), rises)
@@ -207,7 +209,7 @@ impl<S: Simd, const NATURAL: bool, const MASKED: bool> Part<S> for Weigh<'_, S, 
                     }
                     S::store(at, p);
                     S::store(of_dp, ds);
-                    if let Some((ds_at, row)) = places.ds {
+                    if let Some((ds_at, row)) = operands.ds {
                         S::store(ds_at.add(j * row + v), ds);
                     }
                 }
@@ -269,19 +271,22 @@ pub(super) struct FillMasked<S: Simd> {
     pub(super) n: usize,
     pub(super) to: [*mut S::Elem; 2],
     pub(super) row: usize,
+    /// Lanes of a row, and what is in them.
+    pub(super) lanes: usize,
+    pub(super) fill: S::Elem,
 }
 
 impl<S: Simd> Part<S> for FillMasked<S> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let FillMasked { n, to, row } = self;
+        let FillMasked { n, to, row, lanes, fill } = self;
         // SAFETY: the caller vouches for n rows.
         unsafe {
             for to in to {
                 for j in 0..n {
-                    for v in (0..S::Q_VECS * S::LANES).step_by(S::LANES) {
-                        S::store(to.add(j * row + v), S::splat(S::Elem::MASKED));
+                    for v in (0..lanes).step_by(S::LANES) {
+                        S::store(to.add(j * row + v), S::splat(fill));
                     }
                 }
             }
