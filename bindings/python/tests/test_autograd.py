@@ -24,11 +24,11 @@ def leaves(*tensors):
     return [t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in tensors]
 
 
-def exact(d_o, q, k, v, mask=None, *, is_causal=False, scale=None, enable_gqa=False, rounded=None):
+def exact(d_o, q, k, v, mask=None, *, is_causal=False, scale=None, enable_gqa=False, **roundings):
     """The reference's gradients by q, k, v and an additive mask, each of its input's shape."""
     rank, shapes = max(q.dim(), k.dim(), v.dim(), 4), [t.shape for t in (q, k, v)]
     Q, K, V, M = four(*(t if t is None else t.detach() for t in (q, k, v, mask)), enable_gqa)
-    options = {"mask": None if M is None else M if M.dtype == torch.bool else M.double(), "causal": is_causal or None, "scale": scale, "rounded": rounded}
+    options = {"mask": None if M is None else M if M.dtype == torch.bool else M.double(), "causal": is_causal or None, "scale": scale, **roundings}
     D = d_o.detach().double().reshape(-1, *d_o.shape[-3:]) if d_o.dim() > 2 else d_o.detach().double()[None, None]
     *made, d_mask, _ = _reference.gradients(D, Q.double(), K.double(), V.double(), **options)
     lead = torch.broadcast_shapes(*(s[:-2] if not enable_gqa else (*s[:-3], 1) for s in shapes))
@@ -60,8 +60,9 @@ def stocks(inputs, d_o, **options):
             with sdpa_kernel([backend]):
                 peers.append(gradients(lambda *t: sdpa(*t, **options), inputs, d_o))
         except RuntimeError:
-            dtype = d_o.dtype
-            peers.append([one.to(dtype) for one in exact(d_o, *inputs, **options, rounded=lambda out: out.to(dtype).double())])
+            dtype, narrow = d_o.dtype, lambda x: x.to(d_o.dtype).double()
+            roundings = {"rounded": narrow, "weights": narrow if dtype.itemsize == 2 else None}
+            peers.append([one.to(dtype) for one in exact(d_o, *inputs, **options, **roundings)])
     return peers
 
 

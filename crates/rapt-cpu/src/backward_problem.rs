@@ -11,7 +11,6 @@
 use rapt_core::{BackwardOperands, BackwardSpec, MaskClass, TensorSpec};
 
 use crate::dropping::Dropping;
-use crate::kernels::simd::Real;
 use crate::problem::{Input, Output, Scores};
 use crate::task_rows::TaskRows;
 
@@ -396,12 +395,6 @@ impl BackwardProblem {
     pub(crate) fn origin(&self, task: usize) -> [usize; 3] {
         let kv_head = task % self.num_kv_heads;
         [task / self.num_kv_heads, kv_head, kv_head * self.group_size]
-    }
-
-    /// What sums of dq and dk are multiplied with: softmax_scale, or its sign where their terms were multiplied with its magnitude.
-    pub(crate) fn factor_of_sums<E: Real>(&self) -> E {
-        let scale = self.scores.softmax_scale;
-        E::from_f64_clamped(if self.partition.steps > 1 { 1f64.copysign(scale) } else { scale })
     }
 
     /// Whether what comes after the probabilities is asked for.

@@ -3,8 +3,8 @@
 //! ```text
 //! s = Σ q·k · scale in order (then softcap, slopes, bias)      p = exp(s − lse), from lse as it was rounded (up to 1024); or with 16 sums side by side and
 //!                                                              p = exp(s − max) / Σ exp(s − max), as PyTorch's math path keeps it
-//! dp = m · Σ d_o·v, delta = Σ d_o·out − d_lse                  ds = p · (dp − delta) · scale       m: of dropout, or 1
-//! dq = Σ ds·k, dk = Σ ds·q, dv = Σ m·p·d_o                     of f16 and bf16 with m·p and ds rounded to storage, as PyTorch's flash has them
+//! dp = m · Σ d_o·v, delta = Σ d_o·out − d_lse                  ds = p · (dp − delta)               m: of dropout, or 1
+//! dq = Σ (ds·scale)·k, dk = Σ (ds·scale)·q, dv = Σ m·p·d_o     of f16 and bf16 with m·p and ds rounded to storage, as PyTorch's flash has them
 //! ```
 //! Every operation is rounded to the accumulation dtype. The sums of magnitudes are those of the same formula with every term made positive.
 
@@ -143,7 +143,7 @@ fn form(gathered: &Gathered, given: &OutputGradients<'_>, outputs: &Outputs, ari
             if let Some(d_bias) = &mut parts.d_bias {
                 d_bias[row * kv_len + j] = ds;
             }
-            let (p, dx) = (narrow(r(p * kept)), narrow(abs(r(r(ds * rises) * problem.softmax_scale))));
+            let (p, dx) = (narrow(r(p * kept)), abs(r(narrow(r(ds * rises)) * problem.softmax_scale)));
             for d in 0..dim {
                 let dq = &mut parts.dq[row * dim + d];
                 *dq = r(*dq + abs(dx * k[d]));

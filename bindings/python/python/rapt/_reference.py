@@ -156,19 +156,20 @@ def attention(
 
 def gradients(
     d_o, q, k, v, *, d_lse=None, mask=None, causal=None, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None,
-    rounded=None,
+    rounded=None, weights=None,
 ):  # fmt: skip
     """(dq, dk, dv, d_mask, d_sinks) of a loss whose gradients by out and lse are `d_o` and `d_lse`, by the chain rule of `attention`.
 
     d_mask has the mask's shape, summed over what was broadcast; it and d_sinks are None where there is no additive mask, no sinks. A
     key that is not attended gives and gets nothing, as does a row without any weight. Of what is attended numbers are finite.
-    `rounded` is what out went through: a flash kernel's backward reads the stored one.
+    `rounded` is what out went through: a flash kernel's backward reads the stored one. `weights` is what p, and what arrives at the products
+    of q and k before it is scaled, go through where they are multiplied: such a kernel rounds them.
     """
     library, factor = _library(q), q.shape[3] ** -0.5 if scale is None else float(scale)
     finite = lambda x: library.where(library.isfinite(x), x, 0)  # noqa: E731
     with np.errstate(all="ignore"):
         s = scores(q, k, scale=scale, softcap=softcap, causal=causal)
-        slope = factor if softcap is None else factor * (1 - (s / softcap) ** 2)
+        rises = 1 if softcap is None else 1 - (s / softcap) ** 2
         if alibi_slopes is not None:
             s = scores(q, k, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, causal=causal)
         keep, bias = attended(tuple(s.shape), mask=mask, causal=causal, window=window, like=q)
@@ -182,8 +183,11 @@ def gradients(
         dp = library.where(keep, by_groups(d_o, v.swapaxes(2, 3)), 0)
         delta = (d_o * out).sum(-1)[..., None] - (0 if d_lse is None else library.where(weighs, d_lse[..., None], 0))
         ds = library.where(keep, p * (dp - delta), 0)
-        dx = library.where(keep, ds * slope, 0)
-        dk, dv = _of_groups(dx, finite(q), k.shape[1]), _of_groups(p, d_o, k.shape[1])
+        dx, of_p = ds * rises, p
+        if weights is not None:
+            dx, of_p = weights(dx), weights(p)
+        dx = library.where(keep, dx * factor, 0)
+        dk, dv = _of_groups(dx, finite(q), k.shape[1]), _of_groups(of_p, d_o, k.shape[1])
         d_sinks = None
         if sinks is not None:
             weight = library.where(weighs, library.exp(_like(sinks, s)[:, None, None] - row_max) / row_sum, 0)

@@ -85,9 +85,9 @@ class Pass:
         """{name: [gradients]} of sound kernels of this dtype: PyTorch's math path, and a flash kernel's roundings."""
         torch, (q, k, v, mask, options), case = sys.modules["torch"], self.drawn, self.case
         numbers = draw_d_o(case) if d_o is None else d_o
-        rounded = _reference.gradients(
-            numbers, q, k, v, mask=mask, causal=case.causal, scale=case.scale, rounded=lambda out: _reference.round_to(out, case.dtype), **options
-        )  # fmt: skip
+        narrow = lambda x: _reference.round_to(x, case.dtype)  # noqa: E731
+        roundings = {"rounded": narrow, "weights": narrow if case.dtype in ("float16", "bfloat16") else None}
+        rounded = _reference.gradients(numbers, q, k, v, mask=mask, causal=case.causal, scale=case.scale, **roundings, **options)
         found = {name: [_reference.round_to(each, case.dtype)] for name, each in zip([*"qkv", "mask"], rounded) if each is not None}
         if case.causal not in (None, "top_left") or options:
             return found

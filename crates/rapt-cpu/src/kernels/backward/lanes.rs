@@ -42,8 +42,6 @@ pub(crate) struct Laid<E> {
     pub(super) n: usize,
     /// Probabilities and what arrives at the scores: `[keys][width]` each.
     pub(super) from: [*const E; 2],
-    /// What the second is multiplied with: not negative, so that [`Real::MASKED`] stays.
-    pub(super) scale: E,
     /// Both as rows of lanes along the queries, `row` lanes apart.
     pub(super) to: [*mut E; 2],
     pub(super) row: usize,

@@ -199,7 +199,7 @@ impl<E: Real> Keys<E> {
     /// dk and dv of the block, but for what tasks share.
     unsafe fn store<S: Simd<Elem = E>, T: Storage<S>>(&self, problem: &BackwardProblem) {
         let [batch, head, _] = problem.origin(self.task);
-        let scale = problem.factor_of_sums();
+        let scale = E::from_f64_clamped(problem.scores.softmax_scale);
         let (first, n, block_n) = ((batch, head, self.first), self.n, problem.partition.block_n);
         let BackwardProblem { shared, head_dim, head_dim_v, .. } = problem;
         let of = [
@@ -347,8 +347,7 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
             let ds = (M::STEPS == 1).then_some((to[1], row));
             let operands = weigh::Operands { p, ds, dp, kept: part(scratch.kept) };
             weigh::weigh::<S>(problem, tile, (at, keys_n), operands, false);
-            let scale = S::Elem::from_f64_clamped(problem.scores.softmax_scale.abs());
-            M::lay(Laid { n: keys_n, from: [p.0.cast_const(), dp], scale, to, row, along_keys });
+            M::lay(Laid { n: keys_n, from: [p.0.cast_const(), dp], to, row, along_keys });
         }
         if let Some(y) = partial {
             let Rows { ptr, stride } = keys.k_along_keys.from(skip / M::STEPS);

@@ -1,7 +1,6 @@
 //! The five products with two numbers of bf16 in a lane, for instruction sets with a dot of pairs.
 //!
-//! Probabilities, and what arrives at the products of q and k, are rounded to bf16 where they become weights, as PyTorch rounds them: the second
-//! times the magnitude of softmax_scale. Every sum stays float32.
+//! Probabilities and what arrives at the scores are rounded to bf16 where they become weights, as PyTorch rounds them; every sum stays float32.
 //! K and V are read where they lie if their rows are whole pairs; for dQ the rows of K are woven two by two, as are those of Q and dO for dK and dV.
 
 use half::bf16;
@@ -38,7 +37,7 @@ impl<S: Bf16Pairs> Part<S> for Laid<f32> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Laid { n, from, scale, to, row, along_keys } = self;
+        let Laid { n, from, to, row, along_keys } = self;
         let width = 2 * S::LANES;
         // SAFETY: the caller vouches for n rows of each, and for whole lanes of keys.
         unsafe {
@@ -46,13 +45,12 @@ impl<S: Bf16Pairs> Part<S> for Laid<f32> {
             for j in 0..n {
                 S::store(to[0].add(j * row), S::narrow(S::load(p(j, 0)), S::load(p(j, 1))));
             }
-            let scale = S::splat(scale);
             for j in (0..n).step_by(2) {
-                let low = [S::mul(S::load(ds(j, 0)), scale), S::mul(S::load(ds(j, 1)), scale)];
+                let low = [S::load(ds(j, 0)), S::load(ds(j, 1))];
                 let mut high = [S::splat(f32::MASKED); 2];
                 S::store(to[1].add(j * row), S::narrow(low[0], low[1]));
                 if j + 1 < n {
-                    high = [S::mul(S::load(ds(j + 1, 0)), scale), S::mul(S::load(ds(j + 1, 1)), scale)];
+                    high = [S::load(ds(j + 1, 0)), S::load(ds(j + 1, 1))];
                     S::store(to[1].add((j + 1) * row), S::narrow(high[0], high[1]));
                 }
                 for v in 0..2 {

@@ -28,7 +28,7 @@ pub(crate) fn tiles_of_dq(problem: &BackwardProblem) -> usize {
 /// Adds what the tasks of the wave have summed of a block of keys: block `n` of the targets of dk, then of those of dv.
 pub(super) unsafe fn keys<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: usize, _: *mut u8) {
     let blocks = problem.partition.blocks(problem.kv_len);
-    let scale = problem.factor_of_sums();
+    let scale = S::Elem::from_f64_clamped(problem.scores.softmax_scale);
     let of = [
         (problem.shared.dk, &problem.dk, problem.head_dim, scale),
         (problem.shared.dv, &problem.dv, problem.head_dim_v, S::Elem::ONE),
@@ -122,7 +122,7 @@ impl<S: Simd> Part<S> for Add<S> {
     }
 }
 
-/// The sums of a tile, `[head_dim][queries]`, times their factor to its rows of dq.
+/// The sums of a tile, `[head_dim][queries]`, times softmax_scale to its rows of dq.
 struct StoreTile<'a, S: Simd, T> {
     problem: &'a BackwardProblem,
     tile: usize,
@@ -142,7 +142,7 @@ impl<S: Simd, T: Storage<S>> Part<S> for StoreTile<'_, S, T> {
         let (partition, dim) = (&problem.partition, problem.head_dim);
         let (width, stride) = (partition.queries, dim.next_multiple_of(S::LANES));
         let rows = memory.cast::<S::Elem>().wrapping_add(problem.scratch.rows);
-        let scale = problem.factor_of_sums();
+        let scale = S::Elem::from_f64_clamped(problem.scores.softmax_scale);
         // SAFETY: sums are a padded tile, and scratch memory holds one twice.
         unsafe {
             for d in (0..dim).step_by(S::LANES) {

@@ -4,8 +4,7 @@
 //! p  = 2^((s − top) · log2(e) − log2_sum)       ds = p · (dp − delta)       dx = ds · (1 − tanh²)
 //! ```
 //! With dropout dp is `kept · dp` before, and p becomes `kept · p` after: passes of their own, so that without it nothing is asked of a pair.
-//! A pair that is not attended has [`Real::MASKED`] in both. Deliberately absent: softmax_scale, which dq and dk are
-//! multiplied with once they are sums, or what arrives where it is rounded (`pairs`).
+//! A pair that is not attended has [`Real::MASKED`] in both. Deliberately absent: softmax_scale, which dq and dk are multiplied with once they are sums.
 
 use super::super::dropout::{DropArriving, DropTile};
 use super::super::math::{exp2, tanh};
