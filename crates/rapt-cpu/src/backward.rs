@@ -30,7 +30,7 @@ use crate::problem::Output;
 use crate::run::{Pool, Shared};
 use crate::select;
 
-/// Keys of a block: the queries are packed once for each. Of 128, 256 and 512, the last is 3 to 9 % faster at 2048 keys in float32 and in pairs of bf16
+/// Keys of a block: the queries are packed once for each. Of 128, 256 and 512, the last is 3 to 8 % faster at 2048 keys in float32 and in pairs of bf16
 /// (Zen 4, 2026-11), but a short K is cut in chunks first.
 const BLOCK_N: std::ops::RangeInclusive<usize> = 128..=512;
 /// Most bytes of a block of K and V, and as many of their gradients.
@@ -39,9 +39,6 @@ const BLOCK_BYTES: usize = 1 << 19;
 const TILES: usize = 2;
 /// Chunks of keys at most: each has partial sums of dq, a tensor of q's size in the accumulation dtype.
 const CHUNKS: usize = 4;
-
-/// Bytes of partial sums of dq that a wave may have, however many items it has: between waves threads wait for one another.
-const WAVE_BYTES: usize = 8 << 20;
 
 /// The [`LaunchPlan`] of the backward pass: made by [`select_backward`], launched by [`run_backward`].
 #[derive(Debug, PartialEq)]
@@ -267,7 +264,7 @@ fn partition(spec: &BackwardSpec, entries: &Entries, threads: usize) -> Backward
         let is_of_lanes = tensor.dtype.size_bytes() * entries.steps == size && dim.is_multiple_of(entries.steps);
         is_of_lanes && tensor.strides[2..] == [dim as isize, 1]
     };
-    let partition = BackwardPartition {
+    BackwardPartition {
         tasks,
         rows: forward.group_size() * forward.q_len(),
         queries: entries.queries,
@@ -276,15 +273,10 @@ fn partition(spec: &BackwardSpec, entries: &Entries, threads: usize) -> Backward
         steps: entries.steps,
         chunk_keys,
         chunks,
-        wave: 0,
+        wave: tasks.min((4 * threads).div_ceil(chunks)),
         k_in_place: in_place(&forward.k),
         v_in_place: in_place(&forward.v),
-    };
-    // What tasks share has a part in memory for each of a wave.
-    let is_shared = SharedSums::new(spec, &partition, entries.lanes).is_any();
-    let of_task = partition.partials_of_task(forward.head_dim()).saturating_mul(size).max(1);
-    let most = if is_shared { 0 } else { WAVE_BYTES / of_task };
-    BackwardPartition { wave: tasks.min((4 * threads).div_ceil(chunks).max(most)), ..partition }
+    }
 }
 
 /// What the gradients of `spec` cost: the forward pass's products, and 2.5 times as many where all are asked for.

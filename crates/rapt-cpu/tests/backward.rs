@@ -2,8 +2,9 @@
 //! batch entries and under other strides.
 
 use rapt_core::{
-    Arch, BackwardOperands, BackwardSpec, BackwardTensors, COMPUTED, Caps, Causal, DType, Dropout, DropoutSeed,
-    Executor, GradientForms, Options, Result, SerialExecutor, Shape, Spec, Strides, View, ViewMut, Window, Workspace,
+    Arch, BackwardOperands, BackwardSpec, BackwardTensors, COMPUTED, Caps, Causal, DType, Device, Dropout, DropoutSeed,
+    Executor, GradientForms, Options, PRounding, Result, SerialExecutor, Shape, Spec, Strides, TensorForm, View,
+    ViewMut, Window, Workspace,
 };
 use rapt_testkit::{BackwardEngine, Case, GradientCase, MaskCase, Places, Rng, judge_gradients};
 
@@ -37,6 +38,10 @@ fn engine(arch: Arch, executor: &dyn Executor) -> Box<BackwardEngine<'_>> {
         workspace.ensure(plan.workspace_bytes())?;
         rapt_cpu::run_backward(&plan, &mut BackwardOperands::check(tensors, spec)?, &mut workspace, executor)
     })
+}
+
+fn contiguous(dtype: DType, shape: [usize; 4]) -> TensorForm {
+    TensorForm::new(dtype, shape.into(), Shape::from(shape).contiguous().unwrap(), Device::Cpu)
 }
 
 #[test]
@@ -93,6 +98,40 @@ fn gradients_of_many_blocks_and_of_none() {
     }
     for case in cases {
         judge_gradients(&mut engines, &GradientCase::all(&case)).unwrap_or_else(|what| panic!("{what}"));
+    }
+}
+
+/// Weights are rounded where products are pairs: of bfloat16, of which `d_o` is too, on instruction sets that have them.
+#[test]
+fn products_are_pairs_of_bfloat16_alone() {
+    let planned = |arch, dtype, of_d_o| {
+        let x = contiguous(dtype, [1, 2, 40, 16]);
+        let options = Options::default().with_out_dtype(of_d_o);
+        let mut builder = Spec::builder(x, x, x, &options);
+        let forward = builder.return_lse(true).build().unwrap();
+        let forms = GradientForms {
+            dq: Some(x),
+            dk: Some(x),
+            dv: Some(x),
+            ..GradientForms::new(contiguous(of_d_o, [1, 2, 40, 16]))
+        };
+        let spec = BackwardSpec::new(forward, &forms).unwrap();
+        let plan = rapt_cpu::select_backward(&spec, &Caps { arch, threads: 1, clock_hz: None }).unwrap();
+        (plan.plan().key().arch, plan.plan().key().p_rounding)
+    };
+    let of_pairs = if cfg!(target_arch = "aarch64") { Arch::NeonBf16 } else { Arch::Avx512Bf16 };
+    if cfg!(any(target_arch = "x86_64", target_arch = "aarch64")) {
+        assert_eq!(planned(of_pairs, DType::BF16, DType::BF16), (of_pairs, PRounding::Storage));
+    }
+    for (arch, dtype, of_d_o) in [
+        (of_pairs, DType::BF16, DType::F32),
+        (of_pairs, DType::F32, DType::F32),
+        (of_pairs, DType::F16, DType::F16),
+        (Arch::Scalar, DType::BF16, DType::BF16),
+    ] {
+        let (arch_of, rounding) = planned(arch, dtype, of_d_o);
+        assert!(arch_of != Arch::Avx512Bf16 && arch_of != Arch::NeonBf16, "{} of {dtype}", arch_of.name());
+        assert_eq!(rounding, PRounding::Accumulation);
     }
 }
 
@@ -318,15 +357,7 @@ fn backward_drops_what_forward_drops() {
 #[test]
 fn memory_does_not_grow_with_the_product_of_the_lengths() {
     let bytes = |len: usize| {
-        let form = |shape: [usize; 4]| {
-            rapt_core::TensorForm::new(
-                DType::F32,
-                Shape::from(shape),
-                Shape::from(shape).contiguous().unwrap(),
-                rapt_core::Device::Cpu,
-            )
-        };
-        let x = form([1, 1, len, 64]);
+        let x = contiguous(DType::F32, [1, 1, len, 64]);
         let mut builder = Spec::builder(x, x, x, &Options::default());
         let forward = builder.return_lse(true).build().unwrap();
         let forms = GradientForms { dq: Some(x), dk: Some(x), dv: Some(x), ..GradientForms::new(x) };
