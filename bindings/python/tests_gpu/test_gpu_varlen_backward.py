@@ -83,7 +83,9 @@ def test_each_sequence_has_the_gradients_of_a_call_alone(option, dtype):
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 40), (256, 256), (300, 300)], ids=str)
 def test_each_head_dim_and_many_lengths(dims):
-    Gradients(MIXED, dims=dims).check_backward(causal="bottom_right")
+    # No kernel of 16-bit numbers serves wider heads than 256 of sequences one after another where wide.cu serves them alone.
+    dtype = torch.float64 if dims[0] > 256 else torch.bfloat16
+    Gradients(MIXED, dims=dims, dtype=dtype).check_backward(causal="bottom_right")
 
 
 def test_sinks_slopes_and_many_sequences():

@@ -1,5 +1,5 @@
 //! Compiles every form of the Hopper kernels (head dims in steps of 16 with values as wide, masks, softcap, loads element by
-//! element, caches) and says what each spills; fails if any does. Some minutes; needs NVRTC. The registers in `src/variant/options.rs` were chosen by its answers.
+//! element, caches, gradients) and says what each spills; fails if any does. Some minutes; needs NVRTC. The registers in `src/variant/options.rs` were chosen by its answers.
 //!
 //! ```text
 //! cargo run --release -p rapt-cuda --example spills           # all
@@ -13,9 +13,9 @@ use std::collections::HashSet;
 use std::error::Error;
 use std::num::NonZero;
 
-use common::{caps, spec, spec_of_cache};
+use common::{backward_spec, caps, spec, spec_of_cache};
 use rapt_core::{Arch, Causal, DType, Options};
-use rapt_cuda::{KernelVariant, build_all, variants};
+use rapt_cuda::{KernelVariant, backward_variants, build_all, variants};
 
 fn forms() -> Result<Vec<KernelVariant>, Box<dyn Error>> {
     let plain = Options::default();
@@ -29,6 +29,10 @@ fn forms() -> Result<Vec<KernelVariant>, Box<dyn Error>> {
                     [(options, DType::BF16, 1024), (options, DType::BF16, 4096), (options, DType::F32, 4096)]
                 }) {
                     all.extend(variants(&spec(dtype, [8, len, len, head_dim], mask, options), &caps(Arch::Sm90a))?);
+                    if dtype == DType::BF16 && len == 1024 {
+                        let spec = backward_spec(dtype, [8, len, len, head_dim], mask, options);
+                        all.extend(backward_variants(&spec, &caps(Arch::Sm90a))?);
+                    }
                 }
             }
             // Caches without softcap and slopes: pages that TMA loads, pages whose rows are gathered, and none.

@@ -2,36 +2,40 @@
 // products in one pass over scores.
 //
 //   A block stays on its multiprocessor and takes items, in their order: BLOCK_N keys of a key head, and the queries that see them, of all
-//   heads of the group, in tiles of BLOCK_M rows from the first on.
+//   heads of the group, in tiles of BLOCK_M rows (backward/hopper_items.cuh).
 //   producer (1 warp, or 2)    K and V of the item; q with lse and delta, and d_o, through rings of 3 and 2 stages (backward/hopper_load.cuh)
 //   consumers (2 x 4 warps)    64 keys each, per tile of queries, transposed: keys are the rows of scores
 //
 //     s = K @ q.T                            has been computed at the end of the tile before
 //     dp = V @ d_o.T                         under way
 //     dk += ds @ q                           of the tile before, under way behind it
-//     p = exp2(s * c - lse)                  of pairs that are attended, else 0
+//     p = exp2(s * c - lse + bias)           of pairs that are attended, else 0
 //     dv += p @ d_o                          under way
 //     ds = p * (dp - delta)                  to shared memory, for both groups
 //     dq_part = ds.T @ K                     of the tile before, under way: half of the columns each
 //     s = K @ q.T                            of the next tile, under way behind it: dq_part to shared memory
-//   hand over (a warp a group) dq += dq_part in device memory, in the order of the keys, last first: a tile waits for its turn, a count in
-//                              device memory. Items are taken in that order, so that whatever is waited for was taken before. float32.
+//   hand over (a warp a group) dq += dq_part in device memory, in one order of keys: a tile waits for its turn, a count in device memory.
+//                              Items are taken in that order, so that whatever is waited for was taken before. float32.
 //
 // p and ds are rounded to the storage dtype where they are multiplied, and nowhere else. dq_part lies in fragments, as threads hold it:
 // backward_parts.cu makes rows of them, and multiplies by softmax_scale.
 // A head with a sum that is not finite, or a lse that is not relied on, is noted: backward_mma.cu computes it again, behind this.
-// Deliberately absent: masks, softcap and slopes, and head dims above 128 (backward_mma.cu).
+// Deliberately absent: softcap and slopes, biases of 32 bits, and head dims above 128 (backward_mma.cu).
 
-#include "backward/hopper_load.cuh"
+#include "backward/hopper_mask.cuh"
 #include "common/softmax.cuh"
 #include "hopper/wgmma.cuh"
 
 DEFINE_WGMMA_QK(wgmma_scores, BLOCK_M)
+DEFINE_WGMMA_HELD(wgmma_held_scores, BLOCK_M, 0)
 DEFINE_WGMMA_KM(wgmma_dk, HEAD_DIM)
+DEFINE_WGMMA_PV(wgmma_held_dk, HEAD_DIM)
 DEFINE_WGMMA_PV(wgmma_dv, HEAD_DIM_V)
 DEFINE_WGMMA_TT(wgmma_dq, DQ_COLUMNS)
 
 constexpr int NT = BM / 8, KT = BM / 16;
+// Whether rows of K and V, and ds of a tile, are held in registers where they are operands: they are read from shared memory once.
+constexpr bool HOLDS = D <= 64 && DV <= 64;
 
 struct Consumer {
     const BackwardHopperParams& h;
@@ -39,18 +43,32 @@ struct Consumer {
     const int group;
     Accumulator<D / 8> dk;
     Accumulator<DV / 8> dv;
-    u32 done = 0, items = 0;  // tiles of queries, and items that have some
+    u32 done = 0;  // tiles of queries
+    Place<KV_STAGES> kv;
     Place<Q_STAGES> q;
+    OperandA<HOLDS ? D / 16 : 1> keys;
+    OperandA<HOLDS ? DV / 16 : 1> values;
+    OperandA<KT> ds = {};
+
+    // This warp's rows of a tile of keys.
+    template <int TILES>
+    __device__ void hold(OperandA<TILES>& rows, const Elem* tile) const {
+        const int lane = threadIdx.x % 32;
+        const u32 row = shared_address(tile) + (group * 64 + threadIdx.x % 128 / 32 * 16) * 128 + stmatrix_row(lane);
+#pragma unroll
+        for (int kt = 0; kt < TILES; kt++) ldmatrix(rows[kt], stmatrix_unit(row, lane, kt * 2, 0));
+    }
 
     // Rows of this group's keys times those of a tile of queries, over WIDTH columns: s of K and q, dp of V and d_o.
-    template <int WIDTH>
-    __device__ void multiply_rows(Accumulator<NT>& x, const Elem* of_keys, const Elem* of_queries) {
+    template <int WIDTH, int TILES>
+    __device__ void multiply_rows(Accumulator<NT>& x, OperandA<TILES>& held, const Elem* of_keys, const Elem* of_queries) {
         const u32 keys = tile_low(of_keys, 0) + group * (64 * 128 / 16), queries = tile_low(of_queries, 0);
         wgmma_fence();
 #pragma unroll
         for (int d = 0; d < WIDTH; d += 16) {
-            const u32 within = d % BOX * 2 / 16;
-            wgmma_scores(x, keys + d / BOX * (K_BOX * 2 / 16) + within, queries + d / BOX * (Q_BOX * 2 / 16) + within, d > 0);
+            const u32 within = d % BOX * 2 / 16, at = queries + d / BOX * (Q_BOX * 2 / 16) + within;
+            if constexpr (HOLDS) wgmma_held_scores(x, held[d / 16], at, d > 0);
+            else wgmma_scores(x, keys + d / BOX * (K_BOX * 2 / 16) + within, at, d > 0);
         }
         wgmma_commit();
     }
@@ -63,16 +81,20 @@ struct Consumer {
     }
     // Of ds of tile n, and its queries.
     __device__ void add_dk(u32 n, u32 stage, bool add) {
-        const u32 ds = tile_low(sh.ds[n % 2], 0) + group * (64 * 128 / 16), queries = tile_low(sh.q[stage], Q_BOX * 2);
+        const u32 rows = tile_low(sh.ds[n % 2], 0) + group * (64 * 128 / 16), queries = tile_low(sh.q[stage], Q_BOX * 2);
         wgmma_fence();
 #pragma unroll
-        for (int kt = 0; kt < KT; kt++) wgmma_dk(dk, ds + kt * (16 * 2 / 16), queries + kt * (16 * 128 / 16), add || kt > 0);
+        for (int kt = 0; kt < KT; kt++) {
+            const u32 at = queries + kt * (16 * 128 / 16);
+            if constexpr (HOLDS) wgmma_held_dk(dk, ds[kt], at, add || kt > 0);
+            else wgmma_dk(dk, rows + kt * (16 * 2 / 16), at, add || kt > 0);
+        }
         wgmma_commit();
     }
     // Columns of this group, over all keys of the tile.
     __device__ void multiply_ds(Accumulator<DQ_COLUMNS / 8>& dq, u32 n) {
         const u32 ds = tile_low(sh.ds[n % 2], 0);
-        const u32 keys = tile_low(sh.k, 0) + (BOXES > 1 ? group * (K_BOX * 2 / 16) : group * (DQ_COLUMNS * 2 / 16));
+        const u32 keys = tile_low(sh.k[kv.stage], 0) + (BOXES > 1 ? group * (K_BOX * 2 / 16) : group * (DQ_COLUMNS * 2 / 16));
         wgmma_fence();
 #pragma unroll
         for (int kt = 0; kt < BN / 16; kt++) wgmma_dq(dq, ds + kt * (16 * 128 / 16), keys + kt * (16 * 128 / 16), kt > 0);
@@ -100,54 +122,52 @@ struct Consumer {
     // This thread's first row of the item's keys.
     __device__ int key_row() const { return group * 64 + threadIdx.x % 128 / 32 * 16 + lane_row(threadIdx.x); }
 
-    __device__ void put_ds(const OperandA<KT>& ds, u32 n) {
+    __device__ void put_ds(u32 n) const {
         const int lane = threadIdx.x % 32;
         const u32 row = shared_address(sh.ds[n % 2]) + (group * 64 + threadIdx.x % 128 / 32 * 16) * 128 + stmatrix_row(lane);
 #pragma unroll
         for (int kt = 0; kt < KT; kt++) stmatrix(stmatrix_unit(row, lane, kt * 2, 0), ds[kt][0], ds[kt][1], ds[kt][2], ds[kt][3]);
     }
 
-    // A number of each of this thread's queries.
-    __device__ static void load_rows(float2 (&rows)[NT], const float* of) {
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) rows[nt] = *(const float2*)(of + nt * 8 + lane_column((int)threadIdx.x));
-    }
+    // Numbers of this thread's queries of columns 8 * nt.. of scores.
+    __device__ static float2 of_queries(const float* numbers, int nt) { return *(const float2*)(numbers + nt * 8 + lane_column((int)threadIdx.x)); }
 
     // Scores of the tile at hand become p.
-    __device__ void exponentiate(Accumulator<NT>& s) const {
+    __device__ void exponentiate(Accumulator<NT>& s, MaskColumns& mask) const {
         const float c = (float)h.b.all.scale * LOG2_E;
-        float2 lse[NT];
-        load_rows(lse, sh.lse[q.stage]);
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++)
+        for (int nt = 0; nt < NT; nt++) {
+            const float2 lse = of_queries(sh.lse[q.stage], nt);
+            mask.load(nt);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                s[nt][r * 2] = exp2_approx(__fmaf_rn(s[nt][r * 2], c, -lse[nt].x));
-                s[nt][r * 2 + 1] = exp2_approx(__fmaf_rn(s[nt][r * 2 + 1], c, -lse[nt].y));
+                s[nt][r * 2] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2], c, -lse.x), nt, r, 0));
+                s[nt][r * 2 + 1] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2 + 1], c, -lse.y), nt, r, 1));
             }
+        }
     }
     // ds of the tile at hand, as an operand.
-    __device__ void weigh(OperandA<KT>& ds, const Accumulator<NT>& p, const Accumulator<NT>& dp) const {
-        float2 delta[NT];
-        load_rows(delta, sh.delta[q.stage]);
+    __device__ void weigh(const Accumulator<NT>& p, const Accumulator<NT>& dp) {
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++)
+        for (int nt = 0; nt < NT; nt++) {
+            const float2 delta = of_queries(sh.delta[q.stage], nt);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float low = p[nt][r * 2] * (dp[nt][r * 2] - delta[nt].x);
-                const float high = p[nt][r * 2 + 1] * (dp[nt][r * 2 + 1] - delta[nt].y);
+                const float low = p[nt][r * 2] * (dp[nt][r * 2] - delta.x), high = p[nt][r * 2 + 1] * (dp[nt][r * 2 + 1] - delta.y);
                 ds[operand_tile(nt)][operand_word(nt, r)] = pack(low, high);
             }
+        }
     }
 
     // The part of dq of the nth tile.
     __device__ void hand_over(const Accumulator<DQ_COLUMNS / 8>& dq, u32 n) {
-        float4* to = (float4*)sh.dq[group] + threadIdx.x % 128;
-        mbarrier_wait(sh.dq_empty[group], n & 1 ^ 1);
+        const u32 stage = n % DQ_STAGES;
+        float4* to = (float4*)sh.dq[group][stage] + threadIdx.x % 128;
+        mbarrier_wait(sh.dq_empty[group][stage], n / DQ_STAGES & 1 ^ 1);
 #pragma unroll
         for (int nt = 0; nt < DQ_COLUMNS / 8; nt++) to[nt * 128] = {dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]};
         fence_proxy_async();
-        mbarrier_arrive(sh.dq_full[group]);
+        mbarrier_arrive(sh.dq_full[group][stage]);
     }
 
     // Rows of a gradient: a warp's 16 through its rows of ds, which nobody reads any more.
@@ -203,33 +223,44 @@ struct Consumer {
 #pragma unroll 1
         for (u32 round = 0;; round++) {
             mbarrier_wait(sh.item_full[round % 2], round / 2 & 1);
-            const Item item = sh.items[round % 2].as_uniform();
+            const Item item = as_uniform(sh.items[round % 2]);
             if (item.tile < 0) break;
             if (item.tiles == 0) {
                 mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
                 store_nothing(item);
                 continue;
             }
-            mbarrier_wait(sh.k_full, items & 1);
+            mbarrier_wait(sh.k_full[kv.stage], kv.phase);
             mbarrier_wait(sh.q_full[q.stage], q.phase);
-            multiply_rows<D>(s, sh.k, sh.q[q.stage]);
+            if (HOLDS) hold(keys, sh.k[kv.stage]);
+            multiply_rows<D>(s, keys, sh.k[kv.stage], sh.q[q.stage]);
             wgmma_wait<0>(s);
-            mbarrier_wait(sh.v_full, items++ & 1);
-            const int whole_from = ::whole_from(b.all, item), whole_to = ::whole_to(b.all, item);
+            mbarrier_wait(sh.v_full[kv.stage], kv.phase);
+            if (HOLDS) hold(values, sh.v[kv.stage]);
+            const int whole_from = ::whole_from(h.items, item), whole_to = ::whole_to(h.items, item);
+            const int step = h.items.step, behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;
+            MaskColumns mask(b.all, sh, group);
             u32 before = q.stage;  // of the queries of the tile before
 #pragma unroll 1
             for (int left = item.tiles * b.all.group, n = 0; left > 0; left--, n++, done++) {
                 const int i0 = i * BM;
-                i = i + 1 == item.first_tile + item.tiles ? item.first_tile : i + 1;
+                i = i + step == behind ? item.first_tile : i + step;
                 Accumulator<NT> dp;
                 mbarrier_wait(sh.d_o_full[done % 2], done / 2 & 1);
-                multiply_rows<DV>(dp, sh.v, sh.d_o[done % 2]);
+                multiply_rows<DV>(dp, values, sh.v[kv.stage], sh.d_o[done % 2]);
                 // Where there is no tile before, of whatever lies there: nothing is added to that.
                 add_dk(done + 1, before, n > 1);
-                exponentiate(s);
+#if MASK != NO_MASK
+                mbarrier_wait(sh.mask_full, done & 1);
+                exponentiate(s, mask);
+                __syncwarp();
+                mbarrier_arrive_if(sh.mask_empty, is_first);
+#else
+                exponentiate(s, mask);
+#endif
                 if (i0 < whole_from | i0 > whole_to) leave_out(s, item, i0);
-                OperandA<KT> p, ds;
+                OperandA<KT> p;
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -239,8 +270,8 @@ struct Consumer {
                 wgmma_wait<1>(dp);
                 wgmma_wait<1>(dk);
                 mbarrier_arrive_if(sh.q_empty[before], is_first & (n > 0));
-                weigh(ds, s, dp);
-                put_ds(ds, done);
+                weigh(s, dp);
+                put_ds(done);
                 fence_proxy_async();
                 // The products of this group read what its four warps have put there.
                 bar_sync(OWN_DS + group, 128);
@@ -253,7 +284,7 @@ struct Consumer {
                 q.advance();
                 if (left > 1) mbarrier_wait(sh.q_full[q.stage], q.phase);
                 // Of whatever lies there behind the last one.
-                multiply_rows<D>(s, sh.k, sh.q[q.stage]);
+                multiply_rows<D>(s, keys, sh.k[kv.stage], sh.q[q.stage]);
                 wgmma_wait<1>(dq);
                 mbarrier_arrive_if(sh.d_o_empty[done % 2], is_first);
                 if (n > 0) {
@@ -272,7 +303,8 @@ struct Consumer {
             hand_over(dq, done - 1);
             wgmma_wait<0>(dk);
             mbarrier_arrive_if(sh.q_empty[before], is_first);
-            mbarrier_arrive_if(sh.kv_empty, is_first);
+            mbarrier_arrive_if(sh.kv_empty[kv.stage], is_first);
+            kv.advance();
             // The other group has read ds too: rows of gradients come there.
             bar_sync(DS, CONSUMERS);
             mbarrier_arrive_if(sh.ds_empty[(done + 1) % 2], is_first);

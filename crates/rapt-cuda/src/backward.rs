@@ -5,7 +5,7 @@
 use rapt_core::{BackwardOperands, BackwardSpec, Causal, TensorSpec, View};
 
 use crate::access::{is_in_pairs, moves_by, strides};
-use crate::params::{DroppedParams, DroppingParams, Params, int};
+use crate::params::{DroppedParams, DroppingParams, Params, int, shift};
 use crate::tensor_map::TensorMap;
 
 /// The one parameter of every kernel of a backward pass. Pointers are device addresses; 0 where there is no such tensor.
@@ -57,15 +57,14 @@ pub(crate) struct BackwardParams {
 /// Rows of a tile of queries of backward_hopper.cu, and keys of an item.
 pub(crate) const HOPPER_ROWS: usize = 64;
 pub(crate) const HOPPER_KEYS: usize = 128;
-/// Key tiles of a head that are taken one after another where every query sees every key, before the next heads' are: all begin at the first
-/// queries, and each waits for the dq of the one before it (docs/lab/cuda.md).
-const RUN: usize = 4;
+/// What heads that are taken together may have in all of q, d_o and sums of dq, so that these stay in L2 between items: a third of an H100's.
+const TOGETHER_BYTES: usize = 16 << 20;
 
 /// What backward_hopper.cu takes, byte for byte `BackwardHopperParams` of kernels/backward/hopper_load.cuh.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct BackwardHopperParams {
-    maps: [TensorMap; 4],
+    maps: [TensorMap; 5],
     of: BackwardParams,
     items: HopperItems,
     padding: [i32; padding(size_of::<BackwardParams>() + size_of::<HopperItems>())],
@@ -76,46 +75,78 @@ const fn padding(bytes: usize) -> usize {
     (bytes.next_multiple_of(64) - bytes) / 4
 }
 
-/// The items of backward_hopper.cu, and the order in which they are taken.
+/// The items of backward_hopper.cu, and the order in which they are taken: byte for byte `Items` of kernels/backward/hopper_items.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HopperItems {
-    items: i32,
+    count: i32,
     key_tiles: i32,
-    run: i32,
-    run_heads: i32,
+    heads: i32,
+    step: i32,
+    matrices: i32,
+    kv_heads: i32,
+    q_len: i32,
+    kv_len: i32,
+    lo_shift: i32,
+    hi_shift: i32,
 }
 
 impl HopperItems {
-    /// Where positions bound the keys, each item begins with the first queries that see it, and a head is one run. Else as many heads take a run each in
-    /// turn as give `blocks` items. dq is summed in the order of the keys either way.
+    /// The order of keys follows from one head alone, as dq is summed in it; how many heads are taken together changes no bit.
+    ///
+    /// Where positions bound the queries of a key from above or below, items are taken short ones first: of two that follow one another each begins with
+    /// queries that the other does not see, and neither waits. Where a head is few long items (groups), long ones first: they would be the last to
+    /// end. Where every query sees every key, items of a head follow one another a tile apart, whichever is first.
+    /// Heads taken together make these distances: too few, and blocks wait for one another; too many, and L2 does not hold what they share
+    /// (docs/lab/cuda.md).
     pub(crate) fn new(spec: &BackwardSpec, blocks: usize) -> Self {
         let forward = spec.forward();
-        let key_tiles = forward.kv_len().div_ceil(HOPPER_KEYS);
+        let (q_len, kv_len) = (forward.q_len(), forward.kv_len());
+        let key_tiles = kv_len.div_ceil(HOPPER_KEYS);
         let matrices = forward.batch().saturating_mul(forward.num_kv_heads());
-        let (run, run_heads) = if forward.block_range().is_unbounded() {
-            let run = RUN.min(key_tiles).max(1);
-            (run, (blocks / run).max(1))
-        } else {
-            (key_tiles.max(1), 1)
+        let group = forward.num_q_heads() / forward.num_kv_heads().max(1);
+        let range = forward.block_range();
+        let row_bytes = 2 * (forward.head_dim() + forward.head_dim_v()) + 4 * forward.head_dim().next_multiple_of(64);
+        let in_l2 = TOGETHER_BYTES / group.saturating_mul(q_len).saturating_mul(row_bytes).max(1);
+        // A quarter of the blocks: four of a head at a time.
+        let quarter = blocks.div_ceil(4);
+        let (lo_shift, hi_shift) = range.shifts();
+        let sees_all_later = forward.causal.is_none() && forward.window.right.is_none();
+        let (step, heads) = match (range.is_unbounded(), group > 1) {
+            (true, _) => (-1, in_l2.clamp(4.min(quarter), quarter)),
+            (false, true) => (if sees_all_later { 1 } else { -1 }, quarter),
+            (false, false) => (if sees_all_later { -1 } else { 1 }, in_l2.min(matrices / 16)),
         };
         HopperItems {
-            items: int(matrices.saturating_mul(key_tiles)),
+            count: int(matrices.saturating_mul(key_tiles)),
             key_tiles: int(key_tiles),
-            run: int(run),
-            run_heads: int(run_heads),
+            heads: int(heads.clamp(1, matrices.max(1))),
+            step,
+            matrices: int(matrices),
+            kv_heads: int(forward.num_kv_heads()),
+            q_len: int(q_len),
+            kv_len: int(kv_len),
+            lo_shift: shift(lo_shift),
+            hi_shift: shift(hi_shift),
         }
     }
 
     /// How many there are.
     pub(crate) const fn count(&self) -> usize {
-        self.items as usize
+        self.count as usize
+    }
+
+    /// The bytes that a launch passes.
+    #[cfg(test)]
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: a repr(C) struct of integers, borrowed with self: it has no padding.
+        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<HopperItems>()) }
     }
 }
 
 impl BackwardHopperParams {
-    /// `of` has addresses; `maps` are of q, k, v and d_o as they lie there.
-    pub(crate) fn new(of: BackwardParams, items: HopperItems, maps: [TensorMap; 4]) -> Self {
+    /// `of` has addresses; `maps` are of q, k, v, d_o and the mask as they lie there.
+    pub(crate) fn new(of: BackwardParams, items: HopperItems, maps: [TensorMap; 5]) -> Self {
         BackwardHopperParams { maps, of, items, padding: Default::default() }
     }
 
@@ -244,10 +275,10 @@ impl BackwardParams {
         }
     }
 
-    /// Addresses of what TMA may load: q, k, v and d_o.
-    pub(crate) fn loaded(&self) -> [usize; 4] {
-        let [q, k, v, ..] = self.all.params.mapped();
-        [q, k, v, self.d_o]
+    /// Addresses of what TMA may load: q, k, v, d_o and the mask.
+    pub(crate) fn loaded(&self) -> [usize; 5] {
+        let [q, k, v, _, mask] = self.all.params.mapped();
+        [q, k, v, self.d_o, mask]
     }
 
     /// These parameters of tensors that lie where `operands` say, with states of rows at `states`.
@@ -275,7 +306,7 @@ const _: () = assert!(
 );
 const _: () = assert!(
     size_of::<BackwardHopperParams>()
-        == 4 * 128
+        == 5 * 128
             + size_of::<BackwardParams>()
             + size_of::<HopperItems>()
             + 4 * padding(size_of::<BackwardParams>() + size_of::<HopperItems>()),

@@ -92,7 +92,7 @@ pub(crate) fn int(n: usize) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
 }
 
-fn shift(n: i64) -> i32 {
+pub(crate) fn shift(n: i64) -> i32 {
     n.clamp(-(MOST_LEN as i64), MOST_LEN as i64) as i32
 }
 

@@ -14,7 +14,9 @@ macro_rules! files {
 pub(crate) const FILES: &[(&str, &str)] = files![
     "append.cu",
     "backward.cu",
+    "backward/hopper_items.cuh",
     "backward/hopper_load.cuh",
+    "backward/hopper_mask.cuh",
     "backward/products.cuh",
     "backward/request.cuh",
     "backward/sequences.cuh",

@@ -71,6 +71,16 @@ impl TmaTensor {
         Self::in_boxes(mask, [bytes / size, rows], bytes)
     }
 
+    /// A mask as backward/hopper_mask.cuh takes it out of shared memory: boxes of 128 bytes of so many rows, swizzled; of a row that all queries share, it
+    /// alone.
+    pub(crate) fn mask_of_keys(mask: &TensorSpec<4>, rows: u32) -> Option<Self> {
+        if !is_wide(mask) {
+            return None;
+        }
+        let rows = if mask.shape[2] > 1 && mask.strides[2] != 0 { rows } else { 1 };
+        Self::in_boxes(mask, [2 * BOX_COLUMNS / mask.dtype.size_bytes() as u32, rows], 2 * BOX_COLUMNS)
+    }
+
     fn in_boxes(tensor: &TensorSpec<4>, columns_and_rows: [u32; 2], swizzled_bytes: u32) -> Option<Self> {
         let size_bytes = tensor.dtype.size_bytes() as u64;
         let is_stepped = |d: usize| tensor.shape[d] > 1 && tensor.strides[d] != 0;

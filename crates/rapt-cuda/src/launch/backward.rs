@@ -33,8 +33,8 @@ pub(crate) struct PassStep {
 pub(crate) struct HopperPass {
     pub(crate) items: HopperItems,
     pub(crate) workspace: HopperWorkspace,
-    /// q, k, v and d_o, those that TMA loads.
-    pub(crate) loaded: [Option<TmaTensor>; 4],
+    /// q, k, v, d_o and the mask, those that TMA loads.
+    pub(crate) loaded: [Option<TmaTensor>; 5],
 }
 
 /// The one parameter of a launch.
@@ -80,7 +80,7 @@ pub struct BackwardLaunch {
 impl HopperPass {
     /// The parameters of tensors that lie where `params` say.
     fn filled(&self, driver: &dyn Driver, params: BackwardParams) -> Result<Filled> {
-        let mut maps = [TensorMap::default(); 4];
+        let mut maps = [TensorMap::default(); 5];
         for ((map, tensor), address) in maps.iter_mut().zip(&self.loaded).zip(params.loaded()) {
             if let Some(tensor) = tensor {
                 *map = driver.encode(tensor, address)?;
@@ -188,7 +188,7 @@ const fn writes(pass: Pass) -> &'static str {
         Pass::Queries => "dq, over keys in their order",
         Pass::Mask => "the gradient of the mask",
         Pass::Sinks => "the gradients of the sinks",
-        Pass::Together => "dk, dv, and what each tile of keys adds to dq, last keys first",
+        Pass::Together => "dk, dv, and what each tile of keys adds to dq, in one order of keys",
         Pass::Parts => "dq, of the sums of its parts",
         Pass::KeysAgain => "dk and dv of heads whose sums are not finite, or whose lse is large",
         Pass::QueriesAgain => "dq of those heads",

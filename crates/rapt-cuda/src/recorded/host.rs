@@ -8,6 +8,7 @@
 mod backward;
 mod deviation;
 mod dropout;
+mod items;
 mod varlen_backward;
 
 use std::cell::Cell;

@@ -1,10 +1,11 @@
 //! From a spec of gradients to what is launched for it.
 //!
-//! float16 and bfloat16 with head dims up to 128 on compute capability 9.0, of which dq, dk and dv are asked and whose scores are not changed → backward_hopper.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
+//! float16 and bfloat16 with head dims up to 128 on compute capability 9.0, of which dq, dk and dv are asked, with or without a mask of booleans or of 16 bits
+//! → backward_hopper.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
 //! head dims alone, and what fits a block: the bits of a gradient depend neither on the batch nor on strides.
 
 use rapt_core::{
-    Arch, BackwardPlan, BackwardSpec, Cost, DType, Device, Direction, Error, Kernel, KernelKey, PRounding, Result,
+    Arch, BackwardPlan, BackwardSpec, Cost, DType, Device, Direction, Error, Kernel, KernelKey, MaskClass, PRounding, Result,
     TensorSpec,
 };
 
@@ -81,20 +82,23 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
     let forward = spec.forward();
     let storage = forward.numerics.storage;
     let dim = forward.head_dim().max(forward.head_dim_v());
+    let mask = forward.mask.map(|mask| mask.dtype);
     let serves = caps.arch == Arch::Sm90a
         && matches!(storage, DType::F16 | DType::BF16)
         && spec.d_o().dtype == storage
-        && forward.mask.is_none()
+        && matches!(mask, None | Some(DType::Bool | DType::F16 | DType::BF16))
         && forward.dropout.is_none()
         && forward.varlen.is_none()
-        && !is_natural(forward, mask_class(forward))
+        && !is_natural(forward, MaskClass::None)
         && dim <= HOPPER_DIM
         && [spec.dq(), spec.dk(), spec.dv()].iter().all(Option::is_some)
         && [forward.q_len(), forward.kv_len(), forward.head_dim(), forward.head_dim_v()].iter().all(|n| *n > 0);
     if !serves {
         return None;
     }
-    let loads = if loaded(spec).iter().all(Option::is_some) { Loads::Tma } else { Loads::ByElement };
+    let [tensors @ .., of_mask] = loaded(spec);
+    let by_tma = tensors.iter().all(Option::is_some) && (mask.is_none() || of_mask.is_some());
+    let loads = if by_tma { Loads::Tma } else { Loads::ByElement };
     let variant = KernelVariant {
         algorithm: Algorithm::BackwardHopper,
         natural: false,
@@ -102,16 +106,18 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
         dims: padded_dims(forward),
         block_m: HOPPER_ROWS as u32,
         block_n: HOPPER_KEYS as u32,
-        ..KernelVariant::backward(caps.arch, storage, None, Pass::Together)
+        ..KernelVariant::backward(caps.arch, storage, mask, Pass::Together)
     };
     (variant.shared_bytes() <= caps.shared_bytes).then_some(variant)
 }
 
-/// q, k, v and d_o in tiles of backward_hopper.cu, as TMA loads them.
-fn loaded(spec: &BackwardSpec) -> [Option<TmaTensor>; 4] {
+/// q, k, v, d_o and the mask in tiles of backward_hopper.cu, as TMA loads them.
+fn loaded(spec: &BackwardSpec) -> [Option<TmaTensor>; 5] {
     let forward = spec.forward();
     let of = |tensor, rows: usize| TmaTensor::new(tensor, rows as u32);
-    [of(&forward.q, HOPPER_ROWS), of(&forward.k, HOPPER_KEYS), of(&forward.v, HOPPER_KEYS), of(spec.d_o(), HOPPER_ROWS)]
+    let mask = forward.mask.as_ref().and_then(|mask| TmaTensor::mask_of_keys(mask, HOPPER_ROWS as u32));
+    let [q, k, v] = [(&forward.q, HOPPER_ROWS), (&forward.k, HOPPER_KEYS), (&forward.v, HOPPER_KEYS)].map(|(tensor, rows)| of(tensor, rows));
+    [q, k, v, of(spec.d_o(), HOPPER_ROWS), mask]
 }
 
 /// Everything that is launched for `spec` on a device with `caps`.
@@ -199,7 +205,7 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let states = rows.saturating_mul(state_bytes(forward.numerics.accumulation.size_bytes()));
     let hopper = together.filter(|_| !steps.is_empty()).map(|variant| {
         let workspace = HopperWorkspace::new(spec, states, 2 * variant.dq_columns() as usize);
-        let loaded = if variant.loads == Loads::Tma { loaded(spec) } else { [None; 4] };
+        let loaded = if variant.loads == Loads::Tma { loaded(spec) } else { [None; 5] };
         Box::new(HopperPass { items, workspace, loaded })
     });
     let workspace_bytes = hopper.as_ref().map_or(states, |hopper| hopper.workspace.bytes);

@@ -194,9 +194,13 @@ impl KernelVariant {
         options.define("BLOCK_N", self.block_n);
         options.define("DQ_COLUMNS", self.dq_columns());
         options.define("Q_STAGES", BACKWARD_HOPPER_STAGES);
-        // As many as 384 threads were given at the start: 128 each.
-        options.define("CONSUMER_REGISTERS", 240);
-        options.define("PRODUCER_REGISTERS", 24);
+        options.define("DQ_STAGES", self.backward_dq_stages());
+        options.define("KV_STAGES", self.backward_kv_stages());
+        options.define("MASK_BOXES", self.backward_mask_boxes());
+        // As many as 384 threads were given at the start. Who loads element by element needs more.
+        let (consumer, producer) = if self.loads == Loads::Tma { (240, 24) } else { (232, 40) };
+        options.define("CONSUMER_REGISTERS", consumer);
+        options.define("PRODUCER_REGISTERS", producer);
     }
 
     /// How keys are told apart by batch entry, and found.

@@ -149,15 +149,37 @@ impl KernelVariant {
         if self.dims.0 > BOX_COLUMNS { BOX_COLUMNS } else { BOX_COLUMNS / 2 }
     }
 
-    /// K and V, ds twice, parts of dq, q in stages, d_o twice, what is known of queries, barriers and two items.
-    const fn backward_hopper_bytes(&self) -> u32 {
+    /// Whether backward_hopper.cu has room for the keys and values of two items, and for parts of dq that wait for their turn.
+    const fn is_roomy(&self) -> bool {
+        self.dims.0 <= BOX_COLUMNS && self.dims.1 <= BOX_COLUMNS
+    }
+
+    /// Keys and values of items that backward_hopper.cu has in flight.
+    pub(super) const fn backward_kv_stages(&self) -> u32 {
+        if self.is_roomy() { 2 } else { 1 }
+    }
+
+    /// Boxes of 128 bytes of a tile's keys, of a mask there.
+    pub(super) fn backward_mask_boxes(&self) -> u32 {
+        self.mask.map_or(0, |dtype| dtype.size_bytes() as u32)
+    }
+
+    /// Parts of dq of a group that wait for their turn there.
+    pub(super) const fn backward_dq_stages(&self) -> u32 {
+        if self.is_roomy() { 4 } else { 1 }
+    }
+
+    /// K and V in stages, ds twice, parts of dq in stages, q in stages, d_o twice, what is known of queries, barriers and two items.
+    fn backward_hopper_bytes(&self) -> u32 {
         let (boxes, boxes_v) = (self.dims.0.div_ceil(BOX_COLUMNS), self.dims.1.div_ceil(BOX_COLUMNS));
         let (row, stages) = (2 * BOX_COLUMNS, BACKWARD_HOPPER_STAGES);
-        let of_keys = row * self.block_n * (boxes + boxes_v + 2);
+        let of_keys = row * self.block_n * (self.backward_kv_stages() * (boxes + boxes_v) + 2);
         let of_queries = row * self.block_m * (stages * boxes + 2 * boxes_v) + 2 * 4 * stages * self.block_m;
-        let parts = 2 * 4 * self.block_m * self.dq_columns();
-        let barriers = 8 * (2 * stages + 2 * 2 + 3 + 6 * 2);
-        (of_keys + of_queries + parts + barriers + 2 * 5 * 4).next_multiple_of(1024)
+        let of_mask = row * self.block_m * self.backward_mask_boxes() + if self.mask.is_some() { 2 * 8 } else { 0 };
+        let parts = self.backward_dq_stages() * 2 * 4 * self.block_m * self.dq_columns();
+        let barriers =
+            8 * (2 * stages + 2 * 2 + 3 * self.backward_kv_stages() + (4 + 2 * self.backward_dq_stages()) * 2);
+        (of_keys + of_queries + of_mask + parts + barriers + 2 * 5 * 4).next_multiple_of(1024)
     }
 
     /// Weights twice; a tile of values, or of queries and keys; what is known of keys, and of rows.

@@ -1,0 +1,60 @@
+// What the blocks of backward_hopper.cu work off, and in which order.
+//
+//   item     BLOCK_N keys of a key head, and the tiles of BLOCK_M queries that see them. Taken from one count in device memory: a tile of keys
+//            of each of `heads` heads, then the next tile of each, and when these heads are done the next ones.
+//   step     1: last keys first, and queries from the first on;  -1: first keys first, and queries from the last back
+//   turns    dq of a tile of queries, a half of its columns: how many items have added to it, of those whose keys it sees, in that order of keys
+//
+// Whoever waits for a turn waits for an item that another block has taken before: that is at work on it or on one taken still earlier, and waits at most
+// for earlier ones. Plain C++ but for __device__: recorded/host/items.rs runs it for whole requests.
+
+#pragma once
+#include "common/types.cuh"
+
+constexpr int BM = BLOCK_M, BN = BLOCK_N;
+
+// Byte for byte HopperItems of backward.rs. Query i sees keys i + lo_shift .. i + hi_shift of those there are.
+struct Items {
+    int count, key_tiles, heads, step;
+    int matrices, kv_heads;  // of all batch entries, and of one
+    int q_len, kv_len, lo_shift, hi_shift;
+};
+
+// Which tile of queries is taken first, and how many there are: none where nobody sees the keys.
+struct Item {
+    int batch, kv_head, tile, first_tile, tiles;
+    __device__ int first() const { return tile * BN; }
+};
+
+__device__ inline int between(int x, int most) { return x < 0 ? 0 : x > most ? most : x; }
+
+__device__ inline Item item_of(const Items& of, int number) {
+    const int set = number / (of.heads * of.key_tiles), in_set = number - set * of.heads * of.key_tiles, left = of.matrices - set * of.heads;
+    const int heads = left < of.heads ? left : of.heads, nth = in_set / heads;
+    Item item;
+    item.tile = of.step > 0 ? of.key_tiles - 1 - nth : nth;
+    const int matrix = set * of.heads + in_set - nth * heads, end = item.first() + BN;
+    item.batch = matrix / of.kv_heads, item.kv_head = matrix - item.batch * of.kv_heads;
+    // The queries that see a key of these.
+    const int lo = between(item.first() - of.hi_shift + 1, of.q_len), hi = between((end < of.kv_len ? end : of.kv_len) - of.lo_shift, of.q_len);
+    const int first_tile = lo / BM, end_tile = (hi + BM - 1) / BM;
+    item.first_tile = of.step > 0 ? first_tile : end_tile - 1, item.tiles = hi > lo ? end_tile - first_tile : 0;
+    return item;
+}
+
+// How many items add to tile i of queries before that of a tile of keys: those of keys taken earlier that it sees.
+__device__ inline u32 turn_of(const Items& of, int tile, int i) {
+    if (of.step < 0) return tile - between(i * BM + of.lo_shift, of.kv_len) / BN;
+    const int end = i * BM + BM, last = (end < of.q_len ? end : of.q_len) - 1;
+    return (between(last + of.hi_shift, of.kv_len) - 1) / BN - tile;
+}
+
+// Tiles of which no pair is left out by its position: those of queries from the first number up to the second.
+constexpr int NO_ROW = 1 << 30;
+__device__ inline int whole_from(const Items& of, const Item& item) {
+    return item.first() + BN > of.kv_len ? NO_ROW : item.first() + BN - of.hi_shift;
+}
+__device__ inline int whole_to(const Items& of, const Item& item) {
+    const int end = item.first() - of.lo_shift + 1;
+    return (end < of.q_len ? end : of.q_len) - BM;
+}

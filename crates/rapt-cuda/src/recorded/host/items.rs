@@ -1,0 +1,99 @@
+//! The items of backward_hopper.cu, by the kernel's own source on this machine's processor: each tile of keys once, each tile of queries that sees it,
+//! and turns that only wait for items taken before.
+
+use std::collections::{HashMap, HashSet};
+use std::io::Write;
+use std::process::Stdio;
+
+use rapt_core::{BackwardSpec, Causal, GradientForms, Options, Tile};
+use rapt_testkit::Rng;
+
+use super::*;
+use crate::backward::{HOPPER_KEYS, HOPPER_ROWS, HopperItems};
+
+/// What the kernel's source says of items: a list of numbers for each.
+fn printed(items: &[HopperItems]) -> Vec<Vec<i64>> {
+    std::fs::create_dir_all(folder()).unwrap();
+    let (own, program) = (Path::new(env!("CARGO_MANIFEST_DIR")), folder().join("items"));
+    let mut command = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()));
+    command.args(["-std=c++17", "-O1", "-w", &format!("-DBLOCK_M={HOPPER_ROWS}"), &format!("-DBLOCK_N={HOPPER_KEYS}")]);
+    command.arg("-I").arg(own.join("tests/host")).arg("-I").arg(own.join("kernels"));
+    let output = command.arg(own.join("tests/host/items.cpp")).arg("-o").arg(&program).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let bytes: Vec<u8> = items.iter().flat_map(|of| of.as_bytes().to_vec()).collect();
+    let mut input = child.stdin.take().unwrap();
+    let writer = std::thread::spawn(move || input.write_all(&bytes).unwrap());
+    let output = child.wait_with_output().unwrap();
+    writer.join().unwrap();
+    assert!(output.status.success());
+    let numbers = |line: &str| line.split(' ').map(|number| number.parse().unwrap()).collect();
+    String::from_utf8(output.stdout).unwrap().lines().map(numbers).collect()
+}
+
+fn random_spec(rng: &mut Rng) -> BackwardSpec {
+    let [batch, kv_heads, group] = [1 + rng.below(3), 1 + rng.below(6), rng.pick(&[1, 1, 3])];
+    let lengths = [1, 63, 64, 65, 127, 128, 129, 300, 513, 1000 + rng.below(500)];
+    let [q_len, kv_len] = [rng.pick(&lengths), rng.pick(&lengths)];
+    let width = |rng: &mut Rng| rng.pick(&[None, None, Some(0), Some(1), Some(63), Some(127), Some(128), Some(1000)]);
+    let options = Options {
+        causal: rng.pick(&[None, None, Some(Causal::TopLeft), Some(Causal::BottomRight)]),
+        window: Window { left: width(rng), right: width(rng) },
+        ..Options::default()
+    };
+    let [q, k] = [[batch, kv_heads * group, q_len, 1], [batch, kv_heads, kv_len, 1]];
+    let [of_q, of_k] = [q, k].map(|shape| vec![0f32; shape.iter().product()]);
+    let q = View::contiguous("q", &of_q, q.into()).unwrap();
+    let k = View::contiguous("k", &of_k, k.into()).unwrap();
+    let forward = Spec::builder(&q, &k, &k, &options).return_lse(true).build().unwrap();
+    BackwardSpec::new(forward, &GradientForms::new(&q)).unwrap()
+}
+
+/// Takes the items of one request from `lines`, and holds them to what its positions say.
+fn judge(spec: &BackwardSpec, lines: &mut impl Iterator<Item = Vec<i64>>) {
+    let forward = spec.forward();
+    let (q_len, kv_len, range) = (forward.q_len(), forward.kv_len(), forward.block_range());
+    let (mut taken, mut added) = (HashSet::new(), HashMap::new());
+    let (key_tiles, query_tiles) = (kv_len.div_ceil(HOPPER_KEYS), q_len.div_ceil(HOPPER_ROWS));
+    for _ in 0..forward.batch() * forward.num_kv_heads() * key_tiles {
+        let line = lines.next().expect("an item");
+        let [batch, head, tile, whole_from, whole_to] = line[..5] else { panic!("{line:?}") };
+        assert!((batch as usize) < forward.batch() && (head as usize) < forward.num_kv_heads(), "{line:?}");
+        assert!((tile as usize) < key_tiles && taken.insert((batch, head, tile)), "{line:?}");
+        let keys = tile as usize * HOPPER_KEYS..((tile as usize + 1) * HOPPER_KEYS).min(kv_len);
+        let mut seeing = HashSet::new();
+        for of in line[5..].chunks(2) {
+            let [i, turn] = of else { panic!("{line:?}") };
+            assert!((0..query_tiles as i64).contains(i) && seeing.insert(*i), "{line:?}");
+            let before: &mut i64 = added.entry((batch, head, *i)).or_default();
+            assert_eq!(turn, before, "tile {i} of {line:?} of {forward:?}");
+            *before += 1;
+        }
+        for i in 0..query_tiles as i64 {
+            let rows = i as usize * HOPPER_ROWS..((i as usize + 1) * HOPPER_ROWS).min(q_len);
+            let met = range.tile(rows.start, rows.end, keys.start, keys.end);
+            assert!(met == Tile::Empty || seeing.contains(&i), "{line:?} leaves {i} out");
+            if (whole_from..=whole_to).contains(&(i * HOPPER_ROWS as i64)) {
+                assert!(met == Tile::Full && rows.len() == HOPPER_ROWS && keys.len() == HOPPER_KEYS, "{i} of {line:?}");
+            }
+        }
+    }
+    for i in 0..query_tiles {
+        let rows = i * HOPPER_ROWS..((i + 1) * HOPPER_ROWS).min(q_len);
+        let (lo, hi) = range.keys_of_run(rows.start, rows.end);
+        // backward_parts.cu reads what these sums are.
+        assert!(lo == hi || added.contains_key(&(0, 0, i as i64)), "nothing adds to tile {i} of {forward:?}");
+    }
+}
+
+#[test]
+fn items_wait_only_for_items_taken_before() {
+    let mut rng = Rng::new(1);
+    let specs: Vec<BackwardSpec> = (0..400).map(|_| random_spec(&mut rng)).collect();
+    let items: Vec<HopperItems> = specs.iter().map(|spec| HopperItems::new(spec, 1 + rng.below(140))).collect();
+    let mut lines = printed(&items).into_iter();
+    for spec in &specs {
+        judge(spec, &mut lines);
+    }
+    assert_eq!(lines.next(), None);
+}
