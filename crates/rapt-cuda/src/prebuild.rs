@@ -468,12 +468,11 @@ mod tests {
                 natural: false,
                 block_m: 64,
                 block_n: 128,
-                mask: None,
                 ..backward
             };
             for (name, _) in source::FILES.iter().filter(|(name, _)| name.ends_with(".cuh")) {
                 let variant = match name.split('/').next() {
-                    Some("backward") if *name == "backward/hopper_load.cuh" => hopper_backward,
+                    Some("backward") if name.starts_with("backward/hopper") => hopper_backward,
                     Some("decode") => decode,
                     Some("wide") => wide_with(mask),
                     Some("mma") => coded,

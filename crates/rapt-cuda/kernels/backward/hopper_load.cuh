@@ -166,9 +166,6 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
     Place<Q_STAGES> q;
     Place<2> arriving;
     Place<KV_STAGES> kv;
-#if MASK != NO_MASK
-    u32 masks = 0;
-#endif
 #pragma unroll 1
     for (u32 round = 0;; round++) {
         volatile Item& item = sh.items[round % 2];
@@ -203,7 +200,8 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
                     sh.d_o[arriving.stage], {h.d_o_map, b.d_o, b.d_o_stride, p.q_len, p.head_dim_v}, sh.d_o_full[arriving.stage], 0, item.batch, of, i * BM
                 );
 #if MASK != NO_MASK
-                mbarrier_wait(sh.mask_empty, ++masks & 1);
+                // As many tiles as of d_o, whose place in two says whether they are even.
+                mbarrier_wait(sh.mask_empty, arriving.stage ^ 1);
                 load_mask(h, sh, item.batch, of, i * BM, item.tile * BN);
 #endif
                 q.advance(), arriving.advance();

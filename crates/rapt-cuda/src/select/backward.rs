@@ -5,8 +5,8 @@
 //! head dims alone, and what fits a block: the bits of a gradient depend neither on the batch nor on strides.
 
 use rapt_core::{
-    Arch, BackwardPlan, BackwardSpec, Cost, DType, Device, Direction, Error, Kernel, KernelKey, MaskClass, PRounding, Result,
-    TensorSpec,
+    Arch, BackwardPlan, BackwardSpec, Cost, DType, Device, Direction, Error, Kernel, KernelKey, MaskClass, PRounding,
+    Result, TensorSpec,
 };
 
 use super::tensor_cores::{is_natural, mask_class, padded_dims, sequences};
@@ -116,7 +116,8 @@ fn loaded(spec: &BackwardSpec) -> [Option<TmaTensor>; 5] {
     let forward = spec.forward();
     let of = |tensor, rows: usize| TmaTensor::new(tensor, rows as u32);
     let mask = forward.mask.as_ref().and_then(|mask| TmaTensor::mask_of_keys(mask, HOPPER_ROWS as u32));
-    let [q, k, v] = [(&forward.q, HOPPER_ROWS), (&forward.k, HOPPER_KEYS), (&forward.v, HOPPER_KEYS)].map(|(tensor, rows)| of(tensor, rows));
+    let [q, k, v] = [(&forward.q, HOPPER_ROWS), (&forward.k, HOPPER_KEYS), (&forward.v, HOPPER_KEYS)]
+        .map(|(tensor, rows)| of(tensor, rows));
     [q, k, v, of(spec.d_o(), HOPPER_ROWS), mask]
 }
 
