@@ -258,6 +258,7 @@ fn gradients() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
         let spec = backward_spec(dtype, [8, 2048, 2048, head_dim], mask, options);
         backward_variants(&spec, &caps(arch)).unwrap()
     };
+    let is_together = |variant: &KernelVariant| variant.algorithm == Algorithm::BackwardHopper;
     let (mut hot, mut all) = (Vec::new(), Vec::new());
     for head_dim in [128, 64, 96, 256] {
         // What is computed again is rare.
@@ -282,6 +283,9 @@ fn gradients() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
     // The tiles are those of a call alone, which fill the registers: where a sequence begins takes three more.
     all.extend(of_varlen(64, &plain));
     all.extend(of(Arch::Sm90a, DType::BF16, 64, Some(DType::BF16), &capped));
+    hot.extend(of(Arch::Sm90a, DType::BF16, 64, Some(DType::Bool), &plain).into_iter().filter(is_together));
+    hot.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::BF16), &plain).into_iter().filter(is_together));
+    // Eight bytes, at the end of an item.
     all.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::Bool), &plain));
     all.extend(of(Arch::Sm90a, DType::F16, 127, Some(DType::F32), &capped));
     for dtype in [DType::F32, DType::F64] {

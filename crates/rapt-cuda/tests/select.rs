@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{caps, spec, spec_of_cache, spec_of_dims, spec_of_latent, spec_of_varlen, view};
+use common::{backward_spec, caps, spec, spec_of_cache, spec_of_dims, spec_of_latent, spec_of_varlen, view};
 use rapt_core::{Arch, Causal, DType, Device, Error, Format, Kernel, Options, PRounding, Plan, Spec, View};
-use rapt_cuda::{Algorithm, CudaLaunch, KernelVariant, Loads, Sequences, select, variants};
+use rapt_cuda::{Algorithm, CudaLaunch, KernelVariant, Loads, Sequences, backward_variants, select, variants};
 
 fn launch_plan(plan: &Plan) -> &CudaLaunch {
     plan.launch_plan().unwrap()
@@ -603,4 +603,24 @@ fn sequences_of_latent_heads_one_after_another_are_refused() {
     assert!(of(DType::BF16, [577, 512]).iter().all(Result::is_ok));
     let alone = spec_of_dims(DType::BF16, [16, 1, 5000], [576, 512], None, &plain);
     assert_eq!(variant(&select(&alone, &caps(Arch::Sm90a)).unwrap()).algorithm, Algorithm::Latent);
+}
+
+#[test]
+fn gradients_under_masks_of_booleans_and_of_16_bits_are_computed_together_on_hopper() {
+    let plain = Options::default();
+    let together = |arch, mask, head_dim, kv_len, options: &Options| {
+        let spec = backward_spec(DType::BF16, [4, 300, kv_len, head_dim], mask, options);
+        let variants = backward_variants(&spec, &caps(arch)).unwrap();
+        variants.into_iter().find(|variant| variant.algorithm == Algorithm::BackwardHopper)
+    };
+    for mask in [None, Some(DType::Bool), Some(DType::F16), Some(DType::BF16)] {
+        for head_dim in [8, 64, 96, 128] {
+            let variant = together(Arch::Sm90a, mask, head_dim, 512, &plain).unwrap();
+            assert_eq!((variant.mask, variant.loads), (mask, Loads::Tma), "{variant}");
+        }
+        assert!(together(Arch::Sm90a, mask, 136, 512, &plain).is_none());
+        assert!(together(Arch::Sm90a, mask, 64, 512, &plain.with_softcap(30.0)).is_none());
+        assert!(together(Arch::Sm80, mask, 64, 512, &plain).is_none());
+    }
+    assert!(together(Arch::Sm90a, Some(DType::F32), 64, 512, &plain).is_none());
 }
