@@ -3,6 +3,7 @@
 //! ```text
 //! spec       sizes, strides, dtypes, options ─► Spec ─► select       refused by a typed error, or planned without wrapping
 //! operands   tensors in one arena            ─► Operands ─► run      each proof found again address by address; nothing else written
+//! gradients  the same of a backward pass     ─► BackwardOperands ─► run  the same of the gradients
 //! dlpack     a DLTensor as a producer fills it ─► View ─► Spec       what is not sound is refused before it is followed
 //! c_abi      the same through rapt.h         ─► an error code            refusals change nothing; what is served writes its own bytes alone
 //! varlen     packed sequences, offsets ─► an error code               refused with nothing written, or each as a call alone
@@ -23,6 +24,7 @@ mod dlpack;
 #[path = "../../../bindings/python/src/tensors/dlpack_abi.rs"]
 mod dlpack_abi;
 mod explain;
+mod gradients;
 mod model;
 mod operands;
 mod pt2;
@@ -33,6 +35,7 @@ mod spec;
 pub use c::c_abi;
 pub use dlpack::dlpack;
 pub use explain::explain;
+pub use gradients::gradients;
 pub use model::c_model;
 pub use operands::operands;
 pub use pt2::{pt2_archive, pt2_expr};
@@ -44,9 +47,10 @@ pub use spec::spec;
 pub type Target = fn(data: &[u8]) -> bool;
 
 /// Every target by name, which is also that of its corpus and of its binary.
-pub const TARGETS: [(&str, Target); 11] = [
+pub const TARGETS: [(&str, Target); 12] = [
     ("spec", spec),
     ("operands", operands),
+    ("gradients", gradients),
     ("dlpack", dlpack),
     ("c_abi", c_abi),
     ("c_model", c_model),

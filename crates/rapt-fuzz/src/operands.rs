@@ -81,81 +81,137 @@ pub(crate) fn parse(u: &mut Unstructured<'_>) -> Parsed<(Request, Offsets)> {
     Ok((request, offsets))
 }
 
-fn run(request: &Request, offsets: Offsets) -> Result<()> {
+/// Memory in which all tensors of a request lie.
+pub(crate) struct Arena {
     // Words: aligned for every dtype.
-    let mut arena = filled().to_vec();
-    let base: *mut u8 = arena.as_mut_ptr().cast();
-    let before = contents(base);
-    let extent = Extent::Proven { address: base as usize, len_bytes: ARENA };
-    let view = |tensor, desc: &TensorDesc, at: usize| {
+    words: Vec<u64>,
+}
+
+impl Arena {
+    pub(crate) fn new() -> Self {
+        Arena { words: filled().to_vec() }
+    }
+
+    fn base(&self) -> *mut u8 {
+        self.words.as_ptr().cast_mut().cast()
+    }
+
+    fn extent(&self) -> Extent {
+        Extent::Proven { address: self.base() as usize, len_bytes: ARENA }
+    }
+
+    pub(crate) fn view(&self, tensor: &'static str, desc: &TensorDesc, at: usize) -> Result<View<'_>> {
         let TensorDesc { dtype, shape, strides } = *desc;
+        let ptr = self.base().wrapping_add(at);
         // SAFETY: the extent is that of the arena, whose bytes are initialised and valid in every dtype (0 or 1 each);
         // outputs that meet an input are refused before anything is read or written.
-        unsafe { View::from_raw_parts(tensor, base.wrapping_add(at), dtype, shape, strides, Device::Cpu, extent) }
-    };
-    let view_mut = |tensor, desc: &TensorDesc, at: usize| {
+        unsafe { View::from_raw_parts(tensor, ptr, dtype, shape, strides, Device::Cpu, self.extent()) }
+    }
+
+    pub(crate) fn view_mut(&self, tensor: &'static str, desc: &TensorDesc, at: usize) -> Result<ViewMut<'_>> {
         let TensorDesc { dtype, shape, strides } = *desc;
-        // SAFETY: as above.
-        unsafe { ViewMut::from_raw_parts(tensor, base.wrapping_add(at), dtype, shape, strides, Device::Cpu, extent) }
-    };
+        let ptr = self.base().wrapping_add(at);
+        // SAFETY: as above; the memory is that of a vector that nothing reads or writes but through such views.
+        unsafe { ViewMut::from_raw_parts(tensor, ptr, dtype, shape, strides, Device::Cpu, self.extent()) }
+    }
+
+    pub(crate) fn optional(&self, of: &Placed<'_>) -> Result<Option<View<'_>>> {
+        of.desc.map(|desc| self.view(of.tensor, desc, of.at)).transpose()
+    }
+
+    pub(crate) fn optional_mut(&self, of: &Placed<'_>) -> Result<Option<ViewMut<'_>>> {
+        of.desc.map(|desc| self.view_mut(of.tensor, desc, of.at)).transpose()
+    }
+
+    fn contents(&self) -> Vec<u8> {
+        contents(self.base())
+    }
+
+    /// That `run`, which is accepted, writes `written` and nothing else, all of it, and reads none of it.
+    pub(crate) fn check_run(&self, written: &Bytes, mut run: impl FnMut() -> Result<()>) -> Result<()> {
+        let before = self.contents();
+        run()?;
+        let now = self.contents();
+        // With the outputs put back, everything is as before.
+        let mut restored = now.clone();
+        written.each(|at| restored[at] = before[at]);
+        assert!(restored == before, "a byte outside the outputs was written");
+        // Outputs filled otherwise before the run come out the same: every byte of them is written, and none is read.
+        written.each(|at| {
+            // SAFETY: inside the arena; no view is read meanwhile.
+            unsafe { self.base().add(at).write(!now[at]) }
+        });
+        run()?;
+        assert!(self.contents() == now, "the same bits twice, wherever the outputs started from");
+        Ok(())
+    }
+}
+
+/// A tensor of a request, and where it lies in the arena; without a desc it is not there.
+#[derive(Clone, Copy)]
+pub(crate) struct Placed<'a> {
+    pub(crate) tensor: &'static str,
+    pub(crate) desc: Option<&'a TensorDesc>,
+    pub(crate) at: usize,
+}
+
+impl Placed<'_> {
+    fn bytes(&self) -> Option<Bytes> {
+        self.desc.map(|desc| Bytes::of(desc, self.at))
+    }
+}
+
+/// What is written, of outputs that were accepted beside `inputs`.
+pub(crate) fn written(inputs: &[Placed<'_>], outputs: &[Placed<'_>]) -> Bytes {
+    let mut written = Bytes::none();
+    for (set, desc) in outputs.iter().filter_map(|of| of.bytes().zip(of.desc)) {
+        assert_eq!(set.count(), numel(desc) * desc.dtype.size_bytes(), "injective");
+        assert!(!set.meets(&written), "the outputs apart");
+        written.add(&set);
+    }
+    assert!(inputs.iter().filter_map(Placed::bytes).all(|set| !set.meets(&written)), "inputs apart from outputs");
+    written
+}
+
+fn run(request: &Request, offsets: Offsets) -> Result<()> {
+    const NAMES: [&str; 8] = ["q", "k", "v", "mask", "sinks", "alibi_slopes", "out", "lse"];
+    let sets = descs(request);
+    let placed: [Placed<'_>; 8] = std::array::from_fn(|n| Placed { tensor: NAMES[n], desc: sets[n], at: offsets[n] });
+    let [q, k, v, mask, sinks, alibi_slopes, out, lse] = &placed;
+    let arena = Arena::new();
     let tensors = || -> Result<Tensors<'_>> {
-        let optional =
-            |tensor, desc: &Option<TensorDesc>, at| desc.as_ref().map(|desc| view(tensor, desc, at)).transpose();
         Ok(Tensors {
-            mask: optional("mask", &request.mask, offsets[3])?,
-            sinks: optional("sinks", &request.sinks, offsets[4])?,
-            alibi_slopes: optional("alibi_slopes", &request.alibi_slopes, offsets[5])?,
-            lse: request.lse.as_ref().map(|lse| view_mut("lse", lse, offsets[7])).transpose()?,
+            mask: arena.optional(mask)?,
+            sinks: arena.optional(sinks)?,
+            alibi_slopes: arena.optional(alibi_slopes)?,
+            lse: arena.optional_mut(lse)?,
             ..Tensors::new(
-                view("q", &request.q, offsets[0])?,
-                view("k", &request.k, offsets[1])?,
-                view("v", &request.v, offsets[2])?,
-                view_mut("out", &request.out, offsets[6])?,
+                arena.view("q", &request.q, q.at)?,
+                arena.view("k", &request.k, k.at)?,
+                arena.view("v", &request.v, v.at)?,
+                arena.view_mut("out", &request.out, out.at)?,
             )
         })
     };
     let first = tensors()?;
     let spec = spec_of(&first, request)?;
     // Every view was built, so each of its bytes lies in the arena.
-    let sets = descs(request);
-    let sets: [Option<Bytes>; 8] = std::array::from_fn(|n| sets[n].map(|desc| Bytes::of(desc, offsets[n])));
-    let mut checked = match Operands::check(first, &spec) {
+    let checked = match Operands::check(first, &spec) {
         Ok(checked) => checked,
         Err(error) => {
-            check_overlap(&error, &sets, request);
+            check_overlap(&error, &placed);
             return Err(error);
         }
     };
-    let mut written = Bytes::none();
-    for (set, desc) in sets.iter().zip(descs(request)).skip(6) {
-        let (Some(set), Some(desc)) = (set, desc) else { continue };
-        assert_eq!(set.count(), numel(desc) * desc.dtype.size_bytes(), "injective");
-        assert!(!set.meets(&written), "the outputs apart");
-        written.add(set);
-    }
-    assert!(sets[..6].iter().flatten().all(|set| !set.meets(&written)), "inputs apart from outputs");
-
+    let written = written(&placed[..6], &placed[6..]);
     let engine = engine();
     let plan = engine.plan_for(&spec, 1)?;
     let certificate = plan.certificate(&checked)?;
     assert!(certificate.is_proven(), "the arena is known");
     assert_eq!(certificate.injective[0].elements, numel(&request.out) as u128);
+    drop(checked);
     let queue = Queue::Host(&SerialExecutor as &dyn Executor);
-    engine.run_on(&plan, &mut checked, &queue)?;
-    let now = contents(base);
-    // With the outputs put back, everything is as before.
-    let mut restored = now.clone();
-    written.each(|at| restored[at] = before[at]);
-    assert!(restored == before, "a byte outside out and lse was written");
-    // Outputs filled otherwise before the run come out the same: every byte of them is written, and none is read.
-    written.each(|at| {
-        // SAFETY: inside the arena; no view is read meanwhile.
-        unsafe { base.add(at).write(!now[at]) }
-    });
-    engine.run_on(&plan, &mut Operands::check(tensors()?, &spec)?, &queue)?;
-    assert!(contents(base) == now, "the same bits twice, wherever the outputs started from");
-    drop(arena);
-    Ok(())
+    arena.check_run(&written, || engine.run_on(&plan, &mut Operands::check(tensors()?, &spec)?, &queue))
 }
 
 fn numel(desc: &TensorDesc) -> usize {
@@ -163,19 +219,18 @@ fn numel(desc: &TensorDesc) -> usize {
 }
 
 /// A refusal for overlap is a real one.
-fn check_overlap(error: &Error, sets: &[Option<Bytes>; 8], request: &Request) {
-    const NAMES: [&str; 8] = ["q", "k", "v", "mask", "sinks", "alibi_slopes", "out", "lse"];
-    let at = |name: &str| NAMES.iter().position(|known| *known == name).expect("an operand");
-    let of = |name: &str| sets[at(name)].as_ref().expect("a tensor that is there");
+pub(crate) fn check_overlap(error: &Error, all: &[Placed<'_>]) {
+    let of = |name: &str| all.iter().find(|of| of.tensor == name).expect("an operand");
+    let bytes = |name: &str| of(name).bytes().expect("a tensor that is there");
     match error {
         Error::OutputOverlaps { tensor, other } => {
-            assert!(of(tensor).meets(of(other)), "{tensor} and {other} share no byte");
+            assert!(bytes(tensor).meets(&bytes(other)), "{tensor} and {other} share no byte");
         }
         Error::OutputOverlapsItself { tensor, .. } => {
-            let desc = descs(request)[at(tensor)].expect("a tensor that is there");
-            assert!(of(tensor).count() < numel(desc) * desc.dtype.size_bytes(), "{tensor} is injective");
+            let desc = of(tensor).desc.expect("a tensor that is there");
+            assert!(bytes(tensor).count() < numel(desc) * desc.dtype.size_bytes(), "{tensor} is injective");
         }
-        Error::OverlapUndecided { .. } => panic!("a small case is undecided: {request:?}"),
+        Error::OverlapUndecided { tensor, .. } => panic!("a small case is undecided: {tensor}, {:?}", of(tensor).desc),
         _ => {}
     }
 }
@@ -242,7 +297,7 @@ impl Bytes {
     }
 }
 
-fn engine() -> &'static Engine {
+pub(crate) fn engine() -> &'static Engine {
     static ENGINE: OnceLock<Engine> = OnceLock::new();
     ENGINE.get_or_init(|| Engine::new(Some(1)).expect("one thread, and the instruction set of this machine"))
 }
