@@ -62,7 +62,7 @@ impl TmaTensor {
             return None;
         }
         let [rows, keys] = tile;
-        let rows = if mask.shape[2] > 1 && mask.strides[2] != 0 { rows } else { 1 };
+        let rows = Self::rows_of_mask(mask, rows);
         if mask.dtype == DType::Bool {
             return Self::in_boxes(mask, [keys, rows], 0);
         }
@@ -77,8 +77,13 @@ impl TmaTensor {
         if !is_wide(mask) {
             return None;
         }
-        let rows = if mask.shape[2] > 1 && mask.strides[2] != 0 { rows } else { 1 };
+        let rows = Self::rows_of_mask(mask, rows);
         Self::in_boxes(mask, [2 * BOX_COLUMNS / mask.dtype.size_bytes() as u32, rows], 2 * BOX_COLUMNS)
+    }
+
+    /// Of `rows` of a tile, how many there are to read: one that all queries share is read once.
+    fn rows_of_mask(mask: &TensorSpec<4>, rows: u32) -> u32 {
+        if mask.shape[2] > 1 && mask.strides[2] != 0 { rows } else { 1 }
     }
 
     fn in_boxes(tensor: &TensorSpec<4>, columns_and_rows: [u32; 2], swizzled_bytes: u32) -> Option<Self> {

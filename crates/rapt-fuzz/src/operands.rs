@@ -83,26 +83,24 @@ pub(crate) fn parse(u: &mut Unstructured<'_>) -> Parsed<(Request, Offsets)> {
 
 /// Memory in which all tensors of a request lie.
 pub(crate) struct Arena {
-    // Words: aligned for every dtype.
-    words: Vec<u64>,
+    base: *mut u8,
+    // Words: aligned for every dtype. Reached through `base` alone.
+    _words: Vec<u64>,
 }
 
 impl Arena {
     pub(crate) fn new() -> Self {
-        Arena { words: filled().to_vec() }
-    }
-
-    fn base(&self) -> *mut u8 {
-        self.words.as_ptr().cast_mut().cast()
+        let mut words = filled().to_vec();
+        Arena { base: words.as_mut_ptr().cast(), _words: words }
     }
 
     fn extent(&self) -> Extent {
-        Extent::Proven { address: self.base() as usize, len_bytes: ARENA }
+        Extent::Proven { address: self.base as usize, len_bytes: ARENA }
     }
 
     pub(crate) fn view(&self, tensor: &'static str, desc: &TensorDesc, at: usize) -> Result<View<'_>> {
         let TensorDesc { dtype, shape, strides } = *desc;
-        let ptr = self.base().wrapping_add(at);
+        let ptr = self.base.wrapping_add(at);
         // SAFETY: the extent is that of the arena, whose bytes are initialised and valid in every dtype (0 or 1 each);
         // outputs that meet an input are refused before anything is read or written.
         unsafe { View::from_raw_parts(tensor, ptr, dtype, shape, strides, Device::Cpu, self.extent()) }
@@ -110,7 +108,7 @@ impl Arena {
 
     pub(crate) fn view_mut(&self, tensor: &'static str, desc: &TensorDesc, at: usize) -> Result<ViewMut<'_>> {
         let TensorDesc { dtype, shape, strides } = *desc;
-        let ptr = self.base().wrapping_add(at);
+        let ptr = self.base.wrapping_add(at);
         // SAFETY: as above; the memory is that of a vector that nothing reads or writes but through such views.
         unsafe { ViewMut::from_raw_parts(tensor, ptr, dtype, shape, strides, Device::Cpu, self.extent()) }
     }
@@ -124,7 +122,7 @@ impl Arena {
     }
 
     fn contents(&self) -> Vec<u8> {
-        contents(self.base())
+        contents(self.base)
     }
 
     /// That `run`, which is accepted, writes `written` and nothing else, all of it, and reads none of it.
@@ -139,7 +137,7 @@ impl Arena {
         // Outputs filled otherwise before the run come out the same: every byte of them is written, and none is read.
         written.each(|at| {
             // SAFETY: inside the arena; no view is read meanwhile.
-            unsafe { self.base().add(at).write(!now[at]) }
+            unsafe { self.base.add(at).write(!now[at]) }
         });
         run()?;
         assert!(self.contents() == now, "the same bits twice, wherever the outputs started from");
