@@ -35,8 +35,6 @@ use crate::select;
 const BLOCK_N: std::ops::RangeInclusive<usize> = 128..=512;
 /// Most bytes of a block of K and V, and as many of their gradients.
 const BLOCK_BYTES: usize = 1 << 19;
-/// Tiles of a run.
-const TILES: usize = 2;
 /// Chunks of keys at most: each has partial sums of dq, a tensor of q's size in the accumulation dtype.
 const CHUNKS: usize = 4;
 
@@ -170,7 +168,7 @@ impl Vectors for EntriesOf {
 fn arch_of(spec: &BackwardSpec, arch: Arch) -> Arch {
     let are_pairs = spec.forward().numerics.storage == DType::BF16 && spec.d_o().dtype == DType::BF16;
     match arch {
-        Arch::Avx512Bf16 | Arch::NeonBf16 if are_pairs => arch,
+        Arch::Avx512Bf16 | Arch::Amx | Arch::NeonBf16 if are_pairs => arch,
         Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => Arch::Avx512,
         Arch::NeonBf16 => Arch::Neon,
         arch => arch,
@@ -228,7 +226,7 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
     let size = accumulation.size_bytes();
     let bytes = |elements: usize| elements.saturating_mul(size).checked_next_multiple_of(64).unwrap_or(usize::MAX);
     let (scratch_bytes, states_bytes) = (bytes(scratch.len), bytes(partition.tasks * partition.rows));
-    let partials = partition.partials_of_task(forward.head_dim()).saturating_mul(partition.wave);
+    let partials = partition.partials_of_task().saturating_mul(partition.wave);
     let partials_bytes = if spec.dq().is_some() { bytes(partials) } else { 0 };
     let shared = SharedSums::new(spec, &partition, entries.lanes);
     let shared_bytes = bytes(shared.len);
@@ -238,7 +236,7 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
         .saturating_add(shared_bytes)
         .saturating_add(partials_bytes);
     let packed = |in_place: bool, dim: usize| {
-        if in_place { 0 } else { partition.block_n * dim.div_ceil(entries.steps) * size }
+        if in_place { 0 } else { partition.block_n * partition.lanes(dim) * size }
     };
     let of_kv = packed(partition.k_in_place, forward.head_dim()) + packed(partition.v_in_place, forward.head_dim_v());
     let of_q = 2 * partition.run_rows() * (forward.head_dim() + forward.head_dim_v()) * size / entries.steps;
@@ -254,23 +252,27 @@ fn partition(spec: &BackwardSpec, entries: &Entries, threads: usize) -> Backward
     let (kv_len, size) = (forward.kv_len(), forward.numerics.accumulation.size_bytes());
     let row_bytes = (forward.head_dim() + forward.head_dim_v()) * size / entries.steps;
     let of_chunk = kv_len.div_ceil(CHUNKS).clamp(*BLOCK_N.start(), *BLOCK_N.end());
-    let block_n = of_chunk.min(kv_len).next_multiple_of(16).min((BLOCK_BYTES / row_bytes / 16 * 16).max(16));
+    let run = entries.form.key_run.max(16);
+    let block_n = of_chunk.min(kv_len).next_multiple_of(run).min((BLOCK_BYTES / row_bytes / run * run).max(run));
     let blocks = kv_len.div_ceil(block_n);
     let chunk_keys = blocks.div_ceil(CHUNKS) * block_n;
     let chunks = kv_len.div_ceil(chunk_keys);
     let tasks = forward.batch() * forward.num_kv_heads();
     let in_place = |tensor: &TensorSpec<4>| {
         let [.., dim] = tensor.shape;
-        let is_of_lanes = tensor.dtype.size_bytes() * entries.steps == size && dim.is_multiple_of(entries.steps);
+        let is_of_lanes = entries.form.in_place
+            && tensor.dtype.size_bytes() * entries.steps == size
+            && dim.is_multiple_of(entries.steps);
         is_of_lanes && tensor.strides[2..] == [dim as isize, 1]
     };
     BackwardPartition {
         tasks,
         rows: forward.group_size() * forward.q_len(),
         queries: entries.queries,
-        tiles: TILES,
+        form: entries.form,
         block_n,
         steps: entries.steps,
+        tile_of_dq: forward.head_dim().next_multiple_of(entries.form.dim_run).saturating_mul(entries.queries),
         chunk_keys,
         chunks,
         wave: tasks.min((4 * threads).div_ceil(chunks)),

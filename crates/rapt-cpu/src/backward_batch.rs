@@ -202,9 +202,7 @@ fn waves(plans: &[BackwardPlan], jobs: &[Planned<'_>], threads: usize) -> (Vec<V
     for (job, Planned { request, steps, .. }) in jobs.iter().enumerate() {
         let (spec, partition) = (plans[*request].spec(), &steps.decisions.partition);
         let of_task = match spec.dq() {
-            Some(dq) => partition
-                .partials_of_task(dq.shape[3])
-                .saturating_mul(spec.forward().numerics.accumulation.size_bytes()),
+            Some(_) => partition.partials_of_task().saturating_mul(spec.forward().numerics.accumulation.size_bytes()),
             None => 0,
         };
         for task in 0..partition.tasks {

@@ -4,7 +4,7 @@
 //! a task          a key head, and the queries of all heads of its group, one head after another
 //! an item         a chunk of a task's keys: blocks of keys (outer), runs of tiles of queries (inner)
 //! row state       [batch][num_q_heads][q_len]: what probabilities are recomputed from, and delta
-//! partial dq      [tasks of a wave][chunks][tiles][head_dim][queries]: sums over the keys of one chunk
+//! partial dq      [tasks of a wave][chunks][tiles][head_dim, in whole tiles][queries]: sums over the keys of one chunk
 //! shared sums     of a gradient that tasks share: the sum of theirs so far, and of dk and dv each task's own of the wave
 //! ```
 
@@ -14,6 +14,22 @@ use crate::dropping::Dropping;
 use crate::problem::{Input, Output, Scores};
 use crate::task_rows::TaskRows;
 
+/// What the products of an instruction set ask of memory, and of how work is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Form {
+    /// A block has a multiple of it of keys, or as many as there are and room for it; what is left out of one, too.
+    pub(crate) key_run: usize,
+    /// Keys whose products lie in a tile's scratch memory at a time, so that they stay in the nearest cache until they are weights: a multiple of the
+    /// keys of a lane.
+    pub(crate) keys_at_a_time: usize,
+    /// Rows of sums along head_dim, and lanes of packed rows along it, are multiples of it.
+    pub(crate) dim_run: usize,
+    /// Tiles of queries of a run.
+    pub(crate) tiles: usize,
+    /// Whether K and V are read where they lie, if their rows are lanes.
+    pub(crate) in_place: bool,
+}
+
 /// How a request for gradients is cut: by lengths, head dims and the instruction set, but for `wave`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct BackwardPartition {
@@ -22,8 +38,8 @@ pub(crate) struct BackwardPartition {
     pub(crate) rows: usize,
     /// Queries of a tile.
     pub(crate) queries: usize,
-    /// Tiles of a run: its rows are contracted at a time.
-    pub(crate) tiles: usize,
+    /// How the kernels cut it: the rows of a run of tiles are contracted at a time.
+    pub(crate) form: Form,
     pub(crate) block_n: usize,
     /// A multiple of `block_n`.
     pub(crate) chunk_keys: usize,
@@ -32,6 +48,8 @@ pub(crate) struct BackwardPartition {
     pub(crate) wave: usize,
     /// Numbers of a lane of products.
     pub(crate) steps: usize,
+    /// Elements of the partial sums of dq of a tile.
+    pub(crate) tile_of_dq: usize,
     /// Whether K and V are read where they lie.
     pub(crate) k_in_place: bool,
     pub(crate) v_in_place: bool,
@@ -40,7 +58,12 @@ pub(crate) struct BackwardPartition {
 impl BackwardPartition {
     /// Rows of a run.
     pub(crate) fn run_rows(&self) -> usize {
-        self.queries * self.tiles
+        self.queries * self.form.tiles
+    }
+
+    /// Lanes of a packed row of `dim` numbers of K or V.
+    pub(crate) fn lanes(&self, dim: usize) -> usize {
+        dim.div_ceil(self.steps).next_multiple_of(self.form.dim_run)
     }
 
     /// Tiles of a task.
@@ -54,9 +77,8 @@ impl BackwardPartition {
     }
 
     /// Elements of the partial sums of dq of one task.
-    pub(crate) fn partials_of_task(&self, head_dim: usize) -> usize {
-        let of_chunk = self.task_tiles().saturating_mul(self.queries).saturating_mul(head_dim);
-        of_chunk.saturating_mul(self.chunks)
+    pub(crate) fn partials_of_task(&self) -> usize {
+        self.task_tiles().saturating_mul(self.tile_of_dq).saturating_mul(self.chunks)
     }
 }
 
@@ -67,7 +89,8 @@ pub(crate) struct BackwardScratch {
     /// `[block_n][head_dim]`, `[block_n][head_dim_v]`, where packed, in lanes.
     pub(crate) k_panel: usize,
     pub(crate) v_panel: usize,
-    /// `[block_n / steps][head_dim]`, where lanes hold several steps, as the next that speak of them.
+    /// `[block_n / steps][head_dim]`, where lanes hold several steps, as the next that speak of them; for whole tiles twice, the second one for
+    /// what is finite of the first.
     pub(crate) k_along_keys: usize,
     /// Panels of columns, `[block_n][columns]` each: sums over queries.
     pub(crate) dk: usize,
@@ -96,6 +119,8 @@ pub(crate) struct BackwardScratch {
     pub(crate) d_mask: usize,
     /// `[width][dim]`: rows on their way to or from a tensor.
     pub(crate) rows: usize,
+    /// A panel of columns, of whole tiles: what is finite of one.
+    pub(crate) clean: usize,
     pub(crate) len: usize,
 }
 
@@ -104,9 +129,8 @@ impl BackwardScratch {
     pub(crate) fn new(spec: &BackwardSpec, partition: &BackwardPartition, lanes: usize) -> Self {
         let (forward, mut scratch) = (spec.forward(), BackwardScratch::default());
         let [dim, dim_v] = [forward.head_dim(), forward.head_dim_v()].map(|dim| dim.next_multiple_of(lanes));
-        let BackwardPartition { queries: width, tiles, block_n, steps, .. } = *partition;
+        let BackwardPartition { queries: width, form: Form { dim_run, tiles, .. }, block_n, steps, .. } = *partition;
         let m = partition.run_rows();
-        let along_dim = |dim: usize| dim.div_ceil(steps);
         // Saturating: what cannot be counted cannot be allocated, and that is the error then.
         let mut part = |len: usize| {
             let at = scratch.len;
@@ -116,13 +140,15 @@ impl BackwardScratch {
         let product = |a: usize, b: usize| a.saturating_mul(b);
         let if_several = |len: usize| if steps > 1 { len } else { 0 };
         let (mask, d_mask) = (forward.mask.is_some(), spec.d_mask().is_some());
-        let panel = |in_place: bool, dim: usize| if in_place { 0 } else { product(block_n, along_dim(dim)) };
+        let if_tiled = |len: usize| if dim_run > 1 { len } else { 0 };
+        let panel = |in_place: bool, dim: usize| if in_place { 0 } else { product(block_n, partition.lanes(dim)) };
         let k_panel = part(panel(partition.k_in_place, forward.head_dim()));
         let v_panel = part(panel(partition.v_in_place, forward.head_dim_v()));
-        let k_along_keys = part(if_several(product(block_n / steps, forward.head_dim())));
+        let along_keys = product(block_n / steps, forward.head_dim().next_multiple_of(dim_run));
+        let k_along_keys = part(if_several(along_keys).saturating_add(if_tiled(along_keys)));
         let (dk, dv) = (part(product(block_n, dim)), part(product(block_n, dim_v)));
         let (q, d_o) = (part(product(m / steps, dim)), part(product(m / steps, dim_v)));
-        let turned = [forward.head_dim(), forward.head_dim_v()].map(|dim| along_dim(dim).next_multiple_of(lanes));
+        let turned = [forward.head_dim(), forward.head_dim_v()].map(|dim| partition.lanes(dim).next_multiple_of(lanes));
         let (q_t, d_o_t) = (part(product(m, turned[0])), part(product(m, turned[1])));
         let scores = part(if_several(block_n * width));
         let (p, ds) = (part(block_n * m / steps), part(block_n * m / steps));
@@ -132,6 +158,7 @@ impl BackwardScratch {
         let kept = part(if forward.dropout.is_some() { block_n * width } else { 0 });
         let d_mask = part(if d_mask { block_n * width } else { 0 });
         let rows = part(product(2 * width, dim.max(dim_v)));
+        let clean = part(if_tiled(m / steps * 2 * lanes));
         let BackwardScratch { len, .. } = scratch;
         BackwardScratch {
             k_panel,
@@ -152,6 +179,7 @@ impl BackwardScratch {
             kept,
             d_mask,
             rows,
+            clean,
             len,
         }
     }

@@ -4,9 +4,15 @@
 //! instruction set that the machine has.
 #![cfg(all(unix, target_arch = "x86_64"))]
 
-use rapt_core::{Arch, Caps, DType, Operands, Result, SerialExecutor, Spec, Tensors, Workspace};
+use half::bf16;
+use rapt_core::{
+    Arch, BackwardOperands, BackwardSpec, BackwardTensors, Caps, DType, Operands, Result, SerialExecutor, Spec,
+    Tensors, View, ViewMut, Workspace,
+};
 use rapt_cpu::gemm::{Gemm, Output, PackedLayout, PackedMatrix, Rows, Strided};
-use rapt_testkit::{Config, Engine, Rng, conformance, encode};
+use rapt_testkit::{
+    BackwardEngine, Case, Config, Engine, GradientCase, Rng, backward_spec_of, conformance, encode, judge_gradients,
+};
 
 /// bf16 of every kind: ordinary ones, tiny ones whose products are no normal numbers, and now and then one that is not finite.
 fn numbers(rng: &mut Rng, n: usize) -> Vec<u8> {
@@ -58,6 +64,47 @@ fn engine() -> Box<Engine<'static>> {
     })
 }
 
+fn run_backward(spec: &BackwardSpec, tensors: BackwardTensors<'_>, workspace: &mut Workspace) -> Result<()> {
+    let plan = rapt_cpu::select_backward(spec, &Caps { arch: Arch::Amx, threads: 1, clock_hz: None })?;
+    let storage = spec.forward().numerics.storage;
+    if storage == DType::BF16 && spec.d_o().dtype == storage {
+        assert_eq!(plan.plan().key().arch, Arch::Amx);
+    }
+    workspace.ensure(plan.workspace_bytes())?;
+    rapt_cpu::run_backward(&plan, &mut BackwardOperands::check(tensors, spec)?, workspace, &SerialExecutor)
+}
+
+fn backward_engine() -> Box<BackwardEngine<'static>> {
+    let mut workspace = Workspace::new();
+    Box::new(move |spec: &BackwardSpec, tensors: BackwardTensors<'_>| run_backward(spec, tensors, &mut workspace))
+}
+
+/// dq, dk and dv of one head of 70 queries and 300 keys, tails in every direction.
+fn gradients(dim: usize) -> [Vec<bf16>; 3] {
+    let (queries, keys) = ([1, 1, 70, dim], [1, 1, 300, dim]);
+    let mut rng = Rng::new(dim as u64);
+    let mut of =
+        |[_, _, len, dim]: [usize; 4]| -> Vec<bf16> { (0..len * dim).map(|_| bf16::from_f64(rng.normal())).collect() };
+    let (q, k, v, out, d_o) = (of(queries), of(keys), of(keys), of(queries), of(queries));
+    let (mut dq, mut dk, mut dv, lse) = (q.clone(), k.clone(), v.clone(), [6.0f32; 70]);
+    let view = |name, data, shape: [usize; 4]| View::contiguous::<bf16>(name, data, shape.into()).unwrap();
+    let tensors = BackwardTensors {
+        dq: Some(ViewMut::contiguous("dq", &mut dq, queries.into()).unwrap()),
+        dk: Some(ViewMut::contiguous("dk", &mut dk, keys.into()).unwrap()),
+        dv: Some(ViewMut::contiguous("dv", &mut dv, keys.into()).unwrap()),
+        ..BackwardTensors::new(
+            [view("q", &q, queries), view("k", &k, keys), view("v", &v, keys)],
+            view("out", &out, queries),
+            View::contiguous("lse", &lse, [1, 1, 70].into()).unwrap(),
+            view("d_o", &d_o, queries),
+        )
+    };
+    let case = Case { lse: true, ..Case::plain(DType::BF16, queries, 300) };
+    let spec = backward_spec_of(&tensors, &case).unwrap();
+    run_backward(&spec, tensors, &mut Workspace::new()).unwrap();
+    [dq, dk, dv]
+}
+
 #[test]
 fn the_unit_and_its_model_give_the_same_bits_and_the_model_conforms() {
     let has_unit = rapt_cpu::model_tiles(true);
@@ -79,6 +126,18 @@ fn the_unit_and_its_model_give_the_same_bits_and_the_model_conforms() {
             let differs = by_unit.iter().zip(&by_model).position(|(&a, &b)| !is_same(a, b));
             assert_eq!(differs.map(|at| (at, by_unit[at], by_model[at])), None, "{sizes:?}");
         }
+    }
+    for dim in [1, 40, 64, 130] {
+        let by_model = gradients(dim);
+        if has_unit {
+            rapt_cpu::model_tiles(false);
+            assert!(gradients(dim) == by_model, "gradients, head_dim {dim}");
+            rapt_cpu::model_tiles(true);
+        }
+    }
+    for n in 0..80 {
+        let case = GradientCase::random(rng.bits(), &[DType::BF16], 40_000);
+        judge_gradients(&mut [backward_engine()], &case).unwrap_or_else(|what| panic!("problem {n}: {what}"));
     }
     let config = Config { seed: 5, problems: 150, quantized: 0, ..Config::default() };
     conformance(&mut [engine()], &config).unwrap_or_else(|failure| panic!("{failure}"));

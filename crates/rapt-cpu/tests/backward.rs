@@ -1,10 +1,11 @@
 //! The backward pass of every instruction set of this machine against the definition's gradients, and against itself on other threads, beside other
 //! batch entries and under other strides.
 
+use half::bf16;
 use rapt_core::{
     Arch, BackwardOperands, BackwardSpec, BackwardTensors, COMPUTED, Caps, Causal, DType, Device, Dropout, DropoutSeed,
-    Executor, GradientForms, Options, PRounding, Result, SerialExecutor, Shape, Spec, Strides, TensorForm, View,
-    ViewMut, Window, Workspace,
+    Element, Executor, GradientForms, Options, PRounding, Result, SerialExecutor, Shape, Spec, Strides, TensorForm,
+    View, ViewMut, Window, Workspace,
 };
 use rapt_testkit::{BackwardEngine, Case, GradientCase, MaskCase, Places, Rng, judge_gradients};
 
@@ -25,10 +26,9 @@ impl Executor for Spawning {
     }
 }
 
-/// The instruction sets whose kernels differ: the backward pass has products of pairs, and none of int8 or by tiles.
+/// The instruction sets whose kernels differ: the backward pass has no products of int8.
 fn arches() -> Vec<Arch> {
-    let as_another = [Arch::Avx512Vnni, Arch::Amx];
-    rapt_cpu::available().iter().copied().filter(|arch| !as_another.contains(arch)).collect()
+    rapt_cpu::available().iter().copied().filter(|&arch| arch != Arch::Avx512Vnni).collect()
 }
 
 fn engine(arch: Arch, executor: &dyn Executor) -> Box<BackwardEngine<'_>> {
@@ -123,14 +123,20 @@ fn products_are_pairs_of_bfloat16_alone() {
     if cfg!(any(target_arch = "x86_64", target_arch = "aarch64")) {
         assert_eq!(planned(of_pairs, DType::BF16, DType::BF16), (of_pairs, PRounding::Storage));
     }
+    if cfg!(target_arch = "x86_64") {
+        assert_eq!(planned(Arch::Amx, DType::BF16, DType::BF16), (Arch::Amx, PRounding::Storage));
+    }
     for (arch, dtype, of_d_o) in [
+        (Arch::Amx, DType::BF16, DType::F32),
+        (Arch::Amx, DType::F16, DType::F16),
         (of_pairs, DType::BF16, DType::F32),
         (of_pairs, DType::F32, DType::F32),
         (of_pairs, DType::F16, DType::F16),
         (Arch::Scalar, DType::BF16, DType::BF16),
     ] {
         let (arch_of, rounding) = planned(arch, dtype, of_d_o);
-        assert!(arch_of != Arch::Avx512Bf16 && arch_of != Arch::NeonBf16, "{} of {dtype}", arch_of.name());
+        let has_pairs = [Arch::Avx512Bf16, Arch::Amx, Arch::NeonBf16];
+        assert!(!has_pairs.contains(&arch_of), "{} of {dtype}", arch_of.name());
         assert_eq!(rounding, PRounding::Accumulation);
     }
 }
@@ -176,11 +182,23 @@ fn gradients_of_what_is_broadcast_are_sums() {
 const SHAPE: [usize; 4] = [3, 4, 200, 24];
 const KEYS: [usize; 4] = [3, 2, 700, 24];
 
+/// Numbers of a storage dtype.
+struct Numbers<T> {
+    from: fn(f64) -> T,
+    bits: fn(T) -> u32,
+}
+
 /// Gradients of entries `first..first + batch` of one problem, with dropout of probability `p`.
-fn gradients(first: usize, batch: usize, p: f64, arch: Arch, executor: &dyn Executor) -> Vec<Vec<u32>> {
+fn gradients<T: Element>(
+    numbers: &Numbers<T>,
+    (first, batch): (usize, usize),
+    p: f64,
+    arch: Arch,
+    executor: &dyn Executor,
+) -> Vec<Vec<u32>> {
     let mut rng = Rng::new(7);
-    let mut normal = |[entries, heads, len, dim]: [usize; 4]| -> Vec<f32> {
-        let row: Vec<f32> = (0..entries * heads * len * dim).map(|_| rng.normal() as f32).collect();
+    let mut normal = |[entries, heads, len, dim]: [usize; 4]| -> Vec<T> {
+        let row: Vec<T> = (0..entries * heads * len * dim).map(|_| (numbers.from)(rng.normal())).collect();
         row[first * heads * len * dim..][..batch * heads * len * dim].to_vec()
     };
     let (q, k, v, d_o, out) = (normal(SHAPE), normal(KEYS), normal(KEYS), normal(SHAPE), normal(SHAPE));
@@ -188,7 +206,7 @@ fn gradients(first: usize, batch: usize, p: f64, arch: Arch, executor: &dyn Exec
     let sinks = [0.5f32, -0.5, 1.0, 0.0];
     let (queries, keys) = ([batch, SHAPE[1], SHAPE[2], SHAPE[3]], [batch, KEYS[1], KEYS[2], KEYS[3]]);
     let (mut dq, mut dk, mut dv, mut d_sinks) = (q.clone(), k.clone(), v.clone(), sinks);
-    let view = |name, data, shape: [usize; 4]| View::contiguous::<f32>(name, data, Shape::from(shape)).unwrap();
+    let view = |name, data, shape: [usize; 4]| View::contiguous::<T>(name, data, Shape::from(shape)).unwrap();
     let lse = View::contiguous("lse", &lse, [batch, 4, 200].into()).unwrap();
     let inputs = [view("q", &q, queries), view("k", &k, keys), view("v", &v, keys)];
     let seed = DropoutSeed { first_batch: first as u32, ..DropoutSeed::new(3, 4) };
@@ -224,19 +242,28 @@ fn gradients(first: usize, batch: usize, p: f64, arch: Arch, executor: &dyn Exec
     workspace.ensure(plan.workspace_bytes()).unwrap();
     let mut operands = BackwardOperands::check(tensors, &spec).unwrap();
     rapt_cpu::run_backward(&plan, &mut operands, &mut workspace, executor).unwrap();
-    [&dq[..], &dk, &dv, &d_sinks].map(|of| of.iter().map(|x| x.to_bits()).collect()).to_vec()
+    let mut all = [&dq, &dk, &dv].map(|of| of.iter().map(|&x| (numbers.bits)(x)).collect::<Vec<_>>()).to_vec();
+    all.push(d_sinks.map(f32::to_bits).to_vec());
+    all
 }
 
 #[test]
 fn threads_and_batch_neighbours_touch_no_bit() {
+    touch_no_bit(&Numbers { from: |x| x as f32, bits: f32::to_bits });
+    // As the upper half of a float32.
+    touch_no_bit(&Numbers { from: bf16::from_f64, bits: |x| u32::from(x.to_bits()) << 16 });
+}
+
+fn touch_no_bit<T: Element>(numbers: &Numbers<T>) {
     for (arch, p) in arches().into_iter().flat_map(|arch| [0.0, 0.2].map(|p| (arch, p))) {
-        let all = gradients(0, 3, p, arch, &SerialExecutor);
+        let all = gradients(numbers, (0, 3), p, arch, &SerialExecutor);
         assert!(all.iter().flatten().all(|&bits| f32::from_bits(bits).is_finite()));
         for threads in [2, 3, 7] {
-            assert!(gradients(0, 3, p, arch, &Spawning(threads)) == all, "{threads} threads on {}", arch.name());
+            let same = gradients(numbers, (0, 3), p, arch, &Spawning(threads));
+            assert!(same == all, "{threads} threads on {}", arch.name());
         }
         for entry in 0..3 {
-            let alone = gradients(entry, 1, p, arch, &Spawning(2));
+            let alone = gradients(numbers, (entry, 1), p, arch, &Spawning(2));
             for (n, (alone, all)) in alone.iter().zip(&all).take(3).enumerate() {
                 let len = alone.len();
                 assert!(alone[..] == all[entry * len..][..len], "gradient {n} of entry {entry} on {}", arch.name());

@@ -295,11 +295,13 @@ pub(crate) fn with_vectors<V: Vectors>(arch: Arch, vectors: V) -> V::Output {
     }
 }
 
-/// The kernels of gradients of bf16 that form products two at a time, on instruction sets that have them.
+/// The kernels of gradients of bf16 that form products of pairs, on instruction sets that have them.
 pub(crate) fn gradients_of_pairs(arch: Arch) -> Option<backward::Entries> {
     match arch {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx512Bf16 => Some(backward::Entries::of::<avx512::Avx512F32, Paired, bf16>()),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Amx => Some(backward::Entries::of::<avx512::Avx512F32, Tiled, bf16>()),
         #[cfg(target_arch = "aarch64")]
         Arch::NeonBf16 => Some(backward::Entries::of::<neon::NeonF32, Paired, bf16>()),
         _ => None,

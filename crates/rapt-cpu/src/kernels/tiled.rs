@@ -203,7 +203,8 @@ impl<S: Bf16Pairs> BlockProducts<S> for Tiled {
                 queue.add(V * S::LANES, key_tiles::<S, V>(&keys));
             }
             if let Some(values) = values {
-                queue.add(V * S::LANES, value_tiles(values));
+                let ValueProduct { keys, dim, v, p, acc_o, masked, .. } = values;
+                queue.add(V * S::LANES, value_tiles::<S, V>((keys, dim), v, p, acc_o, masked));
             }
         }
         queue
@@ -211,7 +212,7 @@ impl<S: Bf16Pairs> BlockProducts<S> for Tiled {
 }
 
 /// S = K · Qᵀ: rows of tiles, and what is multiplied.
-fn key_tiles<S: Simd, const V: usize>(product: &KeyProduct<f32>) -> (usize, Operands) {
+pub(super) fn key_tiles<S: Simd, const V: usize>(product: &KeyProduct<f32>) -> (usize, Operands) {
     let &KeyProduct { keys, dim, k, q_t, s } = product;
     let queries = V * S::LANES;
     let operands = Operands {
@@ -226,8 +227,13 @@ fn key_tiles<S: Simd, const V: usize>(product: &KeyProduct<f32>) -> (usize, Oper
 }
 
 /// O = O + P · V: as above, once what is not finite behind a masked weight is out of the way.
-unsafe fn value_tiles<S: Bf16Pairs, const V: usize>(product: ValueProduct<'_, S, V>) -> (usize, Operands) {
-    let ValueProduct { keys, dim, mut v, p, acc_o, masked, .. } = product;
+pub(super) unsafe fn value_tiles<S: Bf16Pairs, const V: usize>(
+    (keys, dim): (usize, usize),
+    mut v: Rows<f32>,
+    p: *mut f32,
+    acc_o: *mut f32,
+    masked: Option<&mut Values<f32>>,
+) -> (usize, Operands) {
     let queries = V * S::LANES;
     // SAFETY: as of the caller.
     unsafe {
@@ -235,11 +241,12 @@ unsafe fn value_tiles<S: Bf16Pairs, const V: usize>(product: ValueProduct<'_, S,
         if let Some(block) = masked {
             let is_first = block.finite.is_none();
             if !is_finite::<S, Tiled>(block) {
+                let (from, len) = (block.rows.ptr, block.steps * block.lanes);
                 if is_first {
-                    <Tiled as Lanes<S>>::apart(Clean { block });
+                    <Tiled as Lanes<S>>::apart(Clean { from, len, to: from.cast_mut().add(len) });
                 }
                 <Tiled as Lanes<S>>::apart(AddOdd::<S, V> { keys, dim, v, p, acc_o, vectors: PhantomData });
-                v = Rows { ptr: v.ptr.wrapping_add(block.steps * block.lanes), ..v };
+                v = Rows { ptr: v.ptr.wrapping_add(len), ..v };
             }
         }
     }
@@ -286,22 +293,21 @@ impl<S: Simd<Elem = f32>, const V: usize> Part<S> for EndWeights<S, V> {
     }
 }
 
-/// The block with zeros in place of what is not finite, behind it.
-struct Clean<'a> {
-    block: &'a Values<f32>,
+/// A panel with zeros in place of what is not finite.
+pub(super) struct Clean {
+    pub(super) from: *const f32,
+    pub(super) len: usize,
+    pub(super) to: *mut f32,
 }
 
-impl<S: Bf16Pairs> Part<S> for Clean<'_> {
+impl<S: Bf16Pairs> Part<S> for Clean {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Values { rows, steps, lanes, .. } = *self.block;
-        let len = steps * lanes;
-        // SAFETY: the panel of V has room for two blocks, whole tiles of lanes each.
+        let Clean { from, len, to } = self;
+        // SAFETY: the caller vouches for whole tiles of lanes on both sides.
         unsafe {
             let zero = S::splat(0.0);
-            let from = rows.ptr;
-            let to = from.cast_mut().add(len);
             for at in (0..len).step_by(S::LANES) {
                 let [low, high] = S::split(S::load(from.add(at)));
                 // 0 · x is 0 for finite x and NaN otherwise.
@@ -431,19 +437,19 @@ impl<S: Bf16Pairs> Weights<S> for Tiled {
 const RUN: usize = 192;
 
 /// Rows of x from lane `t` on.
-fn of_rows(b: Broadcast<f32>, t: usize) -> InMemory<*const u8> {
+pub(super) fn of_rows(b: Broadcast<f32>, t: usize) -> InMemory<*const u8> {
     let row = b.row as usize * size_of::<f32>();
     InMemory { ptr: b.ptr.wrapping_add(t).cast(), next: SIDE * row, along: ROW_BYTES, row }
 }
 
 /// A panel of `width` columns.
-fn of_panel(w: *const f32, width: usize) -> InMemory<*const u8> {
+pub(super) fn of_panel(w: *const f32, width: usize) -> InMemory<*const u8> {
     let row = width * size_of::<f32>();
     InMemory { ptr: w.cast(), next: ROW_BYTES, along: SIDE * row, row }
 }
 
 /// Sums in rows of `row` elements.
-fn of_sums(y: *mut f32, row: usize) -> InMemory<*mut u8> {
+pub(super) fn of_sums(y: *mut f32, row: usize) -> InMemory<*mut u8> {
     let row = row * size_of::<f32>();
     InMemory { ptr: y.cast(), next: SIDE * row, along: ROW_BYTES, row }
 }

@@ -14,13 +14,14 @@ struct Rates {
 }
 
 fn rates(arch: Arch, kernel: Kernel, storage: DType) -> Rates {
+    let in_blocks = matches!(kernel, Kernel::Forward | Kernel::Backward);
     let (flops, exponentials) = match arch {
-        Arch::Avx512Bf16 if kernel == Kernel::Forward && arch::is_paired(arch, storage) => (128.0, 3.4),
-        Arch::Amx if kernel == Kernel::Forward && arch::is_tiled(arch, storage) => (1024.0, 3.4),
+        Arch::Avx512Bf16 if in_blocks && arch::is_paired(arch, storage) => (128.0, 3.4),
+        Arch::Amx if in_blocks && arch::is_tiled(arch, storage) => (1024.0, 3.4),
         Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx if kernel == Kernel::ForwardInt8 => (256.0, 3.4),
         Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => (64.0, 3.4),
         Arch::Avx2 => (32.0, 1.7),
-        Arch::NeonBf16 if kernel == Kernel::Forward && arch::is_paired(arch, storage) => (32.0, 0.9),
+        Arch::NeonBf16 if in_blocks && arch::is_paired(arch, storage) => (32.0, 0.9),
         Arch::NeonBf16 if kernel == Kernel::ForwardInt8 => (64.0, 0.9),
         Arch::Neon | Arch::NeonBf16 => (16.0, 0.9),
         _ => (8.0, 0.5),

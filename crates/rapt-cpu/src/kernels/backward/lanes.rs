@@ -1,4 +1,5 @@
-//! What a lane of the five products holds along a contraction, and how rows and weights become lanes: one number here, two of bf16 in `pairs`.
+//! What a lane of the five products holds along a contraction, how rows and weights become lanes, and what forms the products: one number and the
+//! inner loop of `matmul` in `single`, two of bf16 in `pairs`, the same in tiles in `tiled`.
 //!
 //! ```text
 //!            S, dP along head_dim       dQ along the keys            dV, dK along the queries
@@ -8,11 +9,10 @@
 //! A matrix of rows of head_dim lies in panels of two vectors of columns, the last one of one vector if that will do: a panel of a matrix of
 //! `rows` rows of lanes begins at `first column · rows`, and its rows follow one another.
 
-use super::super::blocks::Rows;
-use super::super::pack::{load_row_of, transpose_in};
-use super::super::products::{Block, Packing, Products, Single};
-use super::super::simd::{Part, Real, Simd, Storage};
-use crate::backward_problem::BackwardProblem;
+use super::super::blocks::{Rows, Values};
+use super::super::products::{Block, Packing, Products};
+use super::super::simd::{Part, Simd, Storage};
+use crate::backward_problem::{BackwardProblem, Form};
 use crate::problem::Input;
 use crate::task_rows::Row;
 
@@ -64,9 +64,19 @@ pub(crate) struct Places<E> {
 pub(crate) trait GradientLanes<S: Simd>: Products<S> {
     /// A lane of steps that are not attended.
     const UNATTENDED: S::Elem;
-    /// `acc + Σ value · weight` over the steps whose weight, of any sign, is not [`Real::MASKED`].
-    unsafe fn add_attended(value: S::V, weight: S::V, acc: S::V) -> S::V;
-    /// Where products and weights of tile `t` of a run lie for its keys from `at` on, a multiple of [`KEYS_AT_A_TIME`](super::KEYS_AT_A_TIME).
+    /// How K and V lie, and how work is cut.
+    const FORM: Form = Form { key_run: Self::STEPS, keys_at_a_time: 64, dim_run: 1, tiles: 2, in_place: true };
+    /// What a thread has while it forms products.
+    type Unit;
+    /// Has it.
+    unsafe fn unit() -> Self::Unit;
+    /// `Sᵀ = K · Qᵀ` of a tile: `keys` keys by its queries, to rows some elements apart.
+    unsafe fn key_product(keys: usize, dim: usize, k: Rows<S::Elem>, q_t: *const S::Elem, to: (*mut S::Elem, usize));
+    /// `dQᵀ += Kᵀ · dSᵀ` of a tile.
+    unsafe fn query_product(product: QueryProduct<'_, S::Elem>);
+    /// Sums over the queries of a run.
+    unsafe fn contract(product: Contract<S::Elem>);
+    /// Where products and weights of tile `t` of a run lie for its keys from `at` on, a multiple of [`Form::keys_at_a_time`].
     fn places(problem: &BackwardProblem, base: *mut S::Elem, t: usize, at: usize) -> Places<S::Elem>;
     /// Weights of a tile as lanes; nothing where `weigh` wrote them so.
     unsafe fn lay(weights: Laid<S::Elem>);
@@ -81,7 +91,7 @@ pub(crate) trait GradientRows<S: Simd, T: Storage<S>>: GradientLanes<S> + Packin
         dim: usize,
         k: Rows<S::Elem>,
         panel: *mut S::Elem,
-    ) -> Rows<S::Elem>;
+    ) -> Values<S::Elem>;
     /// One tile of Q or dO.
     unsafe fn pack_tile(tile: &PackTile<'_, S::Elem>);
 }
@@ -89,6 +99,42 @@ pub(crate) trait GradientRows<S: Simd, T: Storage<S>>: GradientLanes<S> + Packin
 /// Lanes of a row along head_dim, padded to whole vectors.
 pub(super) fn padded_lanes<S: Simd, M: Products<S>>(dim: usize) -> usize {
     dim.div_ceil(M::STEPS).next_multiple_of(S::LANES)
+}
+
+/// `dQᵀ[dim][query] += Kᵀ · dSᵀ` of a tile.
+pub(crate) struct QueryProduct<'a, E> {
+    /// Keys from key `skip` of a block on.
+    pub(super) keys: usize,
+    pub(super) skip: usize,
+    pub(super) dim: usize,
+    /// Of the block, as lanes along the keys.
+    pub(super) k: &'a mut Values<E>,
+    /// Likewise, with room for whole runs of keys.
+    pub(super) ds: *mut E,
+    pub(super) y: *mut E,
+    /// Whether some of `ds` may be [`Real::MASKED`](super::super::simd::Real::MASKED).
+    pub(super) has_masked: bool,
+}
+
+/// Sums over the queries of a run: `keys` rows of `dim` columns onto those from row `skip` on of a block's.
+#[derive(Clone, Copy)]
+pub(crate) struct Contract<E> {
+    pub(super) keys: usize,
+    /// Queries.
+    pub(super) rows: usize,
+    /// Rows that a run has: lanes of them from key to key in `b`, and rows that panels of `x` have.
+    pub(super) row: usize,
+    pub(super) dim: usize,
+    /// `[keys][row]`.
+    pub(super) b: *const E,
+    pub(super) x: *const E,
+    pub(super) y: *mut E,
+    pub(super) skip: usize,
+    pub(super) block_n: usize,
+    /// Whether some weight may be [`Real::MASKED`](super::super::simd::Real::MASKED) of a row that lies in x as it is.
+    pub(super) selects: bool,
+    /// Room for a panel of x.
+    pub(super) room: *mut E,
 }
 
 /// One tile of Q or dO, which are packed in panels of columns along the queries, and transposed along head_dim.
@@ -105,60 +151,6 @@ pub(crate) struct PackTile<'a, E> {
     pub(super) turned: *mut E,
     /// Room for the rows of a tile.
     pub(super) rows: *mut E,
-}
-
-impl<S: Simd> GradientLanes<S> for Single {
-    const UNATTENDED: S::Elem = S::Elem::MASKED;
-    #[inline(always)]
-    unsafe fn add_attended(value: S::V, weight: S::V, acc: S::V) -> S::V {
-        // SAFETY: promised by the caller.
-        unsafe {
-            let (zero, sum) = (S::splat(S::Elem::ZERO), S::fma(value, weight, acc));
-            // −0 is the one zero with a negative inverse.
-            let of_zero = S::select(S::lt(S::div(S::splat(S::Elem::ONE), weight), zero), acc, sum);
-            S::select(S::eq(weight, zero), of_zero, sum)
-        }
-    }
-    fn places(problem: &BackwardProblem, base: *mut S::Elem, t: usize, at: usize) -> Places<S::Elem> {
-        let (scratch, width, row) = (&problem.scratch, problem.partition.queries, problem.partition.run_rows());
-        let to = [scratch.p, scratch.ds].map(|of| base.wrapping_add(of + t * width + at * row));
-        let dp = base.wrapping_add(scratch.dp + at * width);
-        Places { p: (to[0], row), dp, to, along_keys: dp }
-    }
-    unsafe fn lay(_: Laid<S::Elem>) {}
-}
-
-impl<S: Simd, T: Storage<S>> GradientRows<S, T> for Single {
-    unsafe fn along_keys(_: &Input<4>, _: Block, _: usize, k: Rows<S::Elem>, _: *mut S::Elem) -> Rows<S::Elem> {
-        k
-    }
-    #[inline(always)]
-    unsafe fn pack_tile(tile: &PackTile<'_, S::Elem>) {
-        let PackTile { input, of, lives, dim, first, m, columns, turned, .. } = *tile;
-        // A copy: behind a reference it would be read again after every store.
-        let (input, width) = (*input, S::Q_VECS * S::LANES);
-        for panel in panels::<S>(dim) {
-            let to = columns.wrapping_add(panel.first * m + first * panel.width);
-            // SAFETY: the panel has m rows; each live lane is a row of the tensor.
-            unsafe {
-                for lane in 0..width {
-                    let to = to.add(lane * panel.width);
-                    let mut filled = 0;
-                    if lives[lane] {
-                        let row = &of[lane];
-                        let from = input.at([row.batch, row.head, row.i, panel.first]);
-                        load_row_of::<S, T>(from, input.dtype, input.strides[3], panel.len, to);
-                        filled = panel.len;
-                    }
-                    for d in filled..panel.width {
-                        *to.add(d) = S::Elem::ZERO;
-                    }
-                }
-                let turned = turned.add(panel.first * width);
-                transpose_in::<S>(to, panel.width, panel.width, turned, width);
-            }
-        }
-    }
 }
 
 /// [`GradientRows::pack_tile`] as a part.

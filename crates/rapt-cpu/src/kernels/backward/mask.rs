@@ -12,7 +12,7 @@ use std::ops::Range;
 use super::super::simd::{Part, Real, Simd, Storage};
 use super::Keys;
 use super::lanes::{GradientRows, Places};
-use super::products::{clear, key_product};
+use super::products::clear;
 use super::queries::{self, Tile};
 use super::weigh::{Operands, weigh};
 use crate::backward_problem::{BackwardPartition, BackwardProblem};
@@ -45,6 +45,7 @@ pub(super) unsafe fn item<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     let is_sum = [shape[2] == 1, shape[3] == 1];
     // SAFETY: as of the main step; a piece's elements are its own.
     unsafe {
+        let _unit = M::unit();
         S::apart(clear::<S>(sums, partition.block_n * partition.queries));
         for block in range(3).step_by(partition.block_n) {
             let keys_n = partition.block_n.min(range(3).end - block);
@@ -87,8 +88,8 @@ unsafe fn add<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         queries::pack::<S, M, T>(problem, base, &tiles);
         let [Some(tile)] = &tiles else { return };
         let Places { p, dp, .. } = M::places(problem, base, 0, 0);
-        key_product::<S, M>(keys.n, problem.head_dim, keys.k, part(scratch.q_t), p);
-        key_product::<S, M>(keys.n, problem.head_dim_v, keys.v, part(scratch.d_o_t), (dp, width));
+        M::key_product(keys.n, problem.head_dim, keys.k, part(scratch.q_t), p);
+        M::key_product(keys.n, problem.head_dim_v, keys.v, part(scratch.d_o_t), (dp, width));
         let operands = Operands { p, ds: None, dp, kept: part(scratch.kept) };
         weigh::<S>(problem, tile, (0, keys.n), operands, true);
         S::apart(AddScores::<S> { n: keys.n, from: dp, sums: part(scratch.d_mask), sums_keys });

@@ -20,25 +20,23 @@ mod pairs;
 mod products;
 mod queries;
 mod rows;
+mod single;
 mod sums;
+#[cfg(target_arch = "x86_64")]
+mod tiled;
 mod weigh;
 
 use std::marker::PhantomData;
 
-use super::blocks::{Rows, Values, is_finite};
-use super::matmul::{Broadcast, Factors, Matmul, Onto};
+use super::blocks::{Rows, Values};
 use super::pack::store_row;
 use super::products::{Block, Packing};
 use super::simd::{Part, Real, Simd, Storage};
-use crate::backward_problem::{BackwardProblem, SharedSum};
+use crate::backward_problem::{BackwardProblem, Form, SharedSum};
 use crate::problem::{Input, Output};
-use lanes::{GradientRows, Laid, Places, padded_lanes, panels};
-use products::{Contract, QueriesSelecting, clear, key_product};
+use lanes::{Contract, GradientRows, Laid, Places, QueryProduct, padded_lanes, panels};
+use products::clear;
 use queries::{MAX_TILES, Tile};
-
-/// Keys whose products lie in a tile's scratch memory at a time, so that they stay in the nearest cache until they are weights: a multiple of the keys
-/// of a lane.
-const KEYS_AT_A_TIME: usize = 64;
 
 /// Computes item `n` in scratch memory of the plan's size per thread.
 pub(crate) type Entry = unsafe fn(&BackwardProblem, usize, *mut u8);
@@ -66,6 +64,7 @@ pub(crate) struct Entries {
     pub(crate) queries: usize,
     /// Numbers of a lane of products.
     pub(crate) steps: usize,
+    pub(crate) form: Form,
 }
 
 impl Entries {
@@ -82,6 +81,7 @@ impl Entries {
             lanes: S::LANES,
             queries: S::Q_VECS * S::LANES,
             steps: M::STEPS,
+            form: M::FORM,
         }
     }
 }
@@ -97,15 +97,14 @@ unsafe fn item<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(problem: &Backward
     let base = memory.cast::<S::Elem>();
     let first = chunk * partition.chunk_keys;
     let last = problem.kv_len.min(first + partition.chunk_keys);
-    let partial = problem.dq.map(|_| {
-        let tiles = partition.task_tiles() * problem.head_dim * partition.queries;
-        problem.partials.cast::<S::Elem>().wrapping_add(n * tiles)
-    });
+    let of_task = partition.task_tiles() * partition.tile_of_dq;
+    let partial = problem.dq.map(|_| problem.partials.cast::<S::Elem>().wrapping_add(n * of_task));
     // SAFETY: `memory` is `BackwardScratch::len` long (the plan asked for it) and this thread's own, `partial` is this item's; every row and key is
     // inside the tensors, and rows of dk and dv are written by the item of their keys.
     unsafe {
+        let _unit = M::unit();
         if let Some(partial) = partial {
-            S::apart(clear::<S>(partial, partition.task_tiles() * problem.head_dim * partition.queries));
+            S::apart(clear::<S>(partial, of_task));
         }
         for block in (first..last).step_by(partition.block_n) {
             let n = partition.block_n.min(last - block);
@@ -127,10 +126,8 @@ struct Keys<E> {
     n: usize,
     k: Rows<E>,
     v: Rows<E>,
-    /// K as lanes along the keys.
-    k_along_keys: Rows<E>,
-    /// Whether all of k is finite, once a tile asked.
-    whole: Values<E>,
+    /// K as lanes along the keys, where dq is asked for.
+    k_along_keys: Option<Values<E>>,
     /// Sums over the queries, in panels of columns.
     dk: *mut E,
     dv: *mut E,
@@ -156,19 +153,18 @@ impl<E: Real> Keys<E> {
             let pack = PackKeys { input, block, dim, panel, rows: PhantomData::<(M, T)> };
             // SAFETY: scratch memory has a panel where rows are not read in place.
             unsafe { M::apart(pack) };
-            Rows { ptr: panel.cast_const(), stride: dim.div_ceil(M::STEPS) as isize }
+            Rows { ptr: panel.cast_const(), stride: partition.lanes(dim) as isize }
         };
         let k = rows(&problem.k, problem.head_dim, partition.k_in_place, scratch.k_panel);
         let v = rows(&problem.v, problem.head_dim_v, partition.v_in_place, scratch.v_panel);
-        let whole = Values { rows: k, steps: n, lanes: problem.head_dim.div_ceil(M::STEPS), finite: None };
-        let mut k_along_keys = k;
+        let mut k_along_keys = None;
         if problem.dq.is_some() {
             let panel = base.wrapping_add(scratch.k_along_keys);
             // SAFETY: scratch memory has a panel for it, where it is not `k`.
-            k_along_keys = unsafe { M::along_keys(&problem.k, block, problem.head_dim, k, panel) };
+            k_along_keys = Some(unsafe { M::along_keys(&problem.k, block, problem.head_dim, k, panel) });
         }
         let (dk, dv) = (base.wrapping_add(scratch.dk), base.wrapping_add(scratch.dv));
-        Keys { task, first, n, k, v, k_along_keys, whole, dk, dv }
+        Keys { task, first, n, k, v, k_along_keys, dk, dv }
     }
 
     /// Lets the block be summed where it stays: what the task adds to gradients that tasks share.
@@ -277,8 +273,9 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         return;
     }
     // Lanes along the keys are whole.
-    let skip = (j0 - keys.first) / M::STEPS * M::STEPS;
-    let n = (j1 - keys.first).next_multiple_of(M::STEPS).min(keys.n) - skip;
+    let key_run = partition.form.key_run;
+    let skip = (j0 - keys.first) / key_run * key_run;
+    let n = (j1 - keys.first).next_multiple_of(key_run).min(keys.n) - skip;
     let j0 = keys.first + skip;
     let (m, width, block_n) = (partition.run_rows(), partition.queries, partition.block_n);
     let part = |at: usize| base.wrapping_add(at);
@@ -299,7 +296,7 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         }
         queries::pack::<S, M, T>(problem, base, &tiles[..count]);
         for (t, tile) in tiles.iter().flatten().enumerate() {
-            let partial = partial.map(|partial| partial.add((r0 / width + t) * problem.head_dim * width));
+            let partial = partial.map(|partial| partial.add((r0 / width + t) * partition.tile_of_dq));
             tile_of_queries::<S, M, T>(problem, base, keys, (t, tile), (skip, n), partial);
         }
         let rows = count * width;
@@ -310,8 +307,8 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         for (is_asked, weights, columns, y, dim) in sums {
             if is_asked {
                 let (b, x) = (part(weights).cast_const(), part(columns).cast_const());
-                let contract = Contract { keys: n, rows, row: m, dim, b, x, y, skip, block_n, selects: masks };
-                contract.run::<S, M>();
+                let room = part(scratch.clean);
+                M::contract(Contract { keys: n, rows, row: m, dim, b, x, y, skip, block_n, selects: masks, room });
             }
         }
     }
@@ -337,28 +334,21 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         }
         let q_t = part(scratch.q_t + first * padded_lanes::<S, M>(problem.head_dim));
         let d_o_t = part(scratch.d_o_t + first * padded_lanes::<S, M>(problem.head_dim_v));
-        for at in (0..n).step_by(KEYS_AT_A_TIME) {
-            let keys_n = KEYS_AT_A_TIME.min(n - at);
+        for at in (0..n).step_by(M::FORM.keys_at_a_time) {
+            let keys_n = M::FORM.keys_at_a_time.min(n - at);
             let Places { p, dp, to, along_keys } = M::places(problem, base, t, at);
-            key_product::<S, M>(keys_n, problem.head_dim, keys.k.from(skip + at), q_t, p);
+            M::key_product(keys_n, problem.head_dim, keys.k.from(skip + at), q_t, p);
             if problem.needs_ds() {
-                key_product::<S, M>(keys_n, problem.head_dim_v, keys.v.from(skip + at), d_o_t, (dp, width));
+                M::key_product(keys_n, problem.head_dim_v, keys.v.from(skip + at), d_o_t, (dp, width));
             }
             let ds = (M::STEPS == 1).then_some((to[1], row));
             let operands = weigh::Operands { p, ds, dp, kept: part(scratch.kept) };
             weigh::weigh::<S>(problem, tile, (at, keys_n), operands, false);
             M::lay(Laid { n: keys_n, from: [p.0.cast_const(), dp], to, row, along_keys });
         }
-        if let Some(y) = partial {
-            let Rows { ptr, stride } = keys.k_along_keys.from(skip / M::STEPS);
-            let x = M::places(problem, base, t, 0).along_keys.cast_const();
-            let (b, n) = (Broadcast { ptr, row: 1, step: stride }, n.div_ceil(M::STEPS));
-            let product = Factors::<S, 2> { rows: problem.head_dim, n, x, b, y, onto: Onto::Sum };
-            if !tile.has_masked || is_finite::<S, M>(&mut keys.whole) {
-                M::apart(Matmul::<S, M, 2, true>(product, PhantomData));
-            } else {
-                M::apart(QueriesSelecting::<S, M>(product, PhantomData));
-            }
+        if let (Some(y), Some(k)) = (partial, &mut keys.k_along_keys) {
+            let (dim, ds) = (problem.head_dim, M::places(problem, base, t, 0).along_keys);
+            M::query_product(QueryProduct { keys: n, skip, dim, k, ds, y, has_masked: tile.has_masked });
         }
     }
 }

@@ -3,23 +3,43 @@
 //! Probabilities and what arrives at the scores are rounded to bf16 where they become weights, as PyTorch rounds them; every sum stays float32.
 //! K and V are read where they lie if their rows are whole pairs; for dQ the rows of K are woven two by two, as are those of Q and dO for dK and dV.
 
+use std::marker::PhantomData;
+
 use half::bf16;
 
-use super::super::blocks::Rows;
+use super::super::blocks::{Rows, Values};
 use super::super::pack::transpose_in;
 use super::super::pairs::{Bf16Pairs, Paired, weave};
 use super::super::products::{Block, Lanes, Packing};
 use super::super::simd::{Part, Real};
-use super::lanes::{GradientLanes, GradientRows, Laid, PackTile, Places, padded_lanes, panels};
+use super::lanes::{Contract, GradientLanes, GradientRows, Laid, PackTile, Places, QueryProduct, padded_lanes, panels};
+use super::products::{self, AddAttended};
 use crate::backward_problem::BackwardProblem;
 use crate::problem::Input;
 
-impl<S: Bf16Pairs> GradientLanes<S> for Paired {
-    const UNATTENDED: f32 = f32::from_bits(0x8000_8000);
+impl<S: Bf16Pairs> AddAttended<S> for Paired {
     #[inline(always)]
     unsafe fn add_attended(value: S::V, weight: S::V, acc: S::V) -> S::V {
         // SAFETY: promised by the caller.
         unsafe { S::dot(S::keep_attended(value, weight), weight, acc) }
+    }
+}
+
+impl<S: Bf16Pairs> GradientLanes<S> for Paired {
+    const UNATTENDED: f32 = f32::from_bits(0x8000_8000);
+    type Unit = ();
+    unsafe fn unit() {}
+    unsafe fn key_product(keys: usize, dim: usize, k: Rows<f32>, q_t: *const f32, to: (*mut f32, usize)) {
+        // SAFETY: promised by the caller.
+        unsafe { products::key_product::<S, Self>(keys, dim, k, q_t, to) }
+    }
+    unsafe fn query_product(product: QueryProduct<'_, f32>) {
+        // SAFETY: promised by the caller.
+        unsafe { products::query_product::<S, Self>(product) }
+    }
+    unsafe fn contract(product: Contract<f32>) {
+        // SAFETY: promised by the caller.
+        unsafe { products::contract::<S, Self>(&product) }
     }
     fn places(problem: &BackwardProblem, base: *mut f32, t: usize, at: usize) -> Places<f32> {
         let (scratch, width, row) = (&problem.scratch, problem.partition.queries, problem.partition.run_rows() / 2);
@@ -62,10 +82,12 @@ impl<S: Bf16Pairs> Part<S> for Laid<f32> {
 }
 
 impl<S: Bf16Pairs> GradientRows<S, bf16> for Paired {
-    unsafe fn along_keys(input: &Input<4>, block: Block, dim: usize, _: Rows<f32>, panel: *mut f32) -> Rows<f32> {
+    unsafe fn along_keys(input: &Input<4>, block: Block, dim: usize, _: Rows<f32>, panel: *mut f32) -> Values<f32> {
+        let lanes = PhantomData::<Paired>;
         // SAFETY: promised by the caller.
-        unsafe { <Paired as Lanes<S>>::apart(Weave { input, block, dim, panel }) };
-        Rows { ptr: panel.cast_const(), stride: dim as isize }
+        unsafe { <Paired as Lanes<S>>::apart(PackAlongKeys { input, block, dim, panel, lanes }) };
+        let rows = Rows { ptr: panel.cast_const(), stride: dim as isize };
+        Values { rows, steps: block.n.div_ceil(2), lanes: dim, finite: None }
     }
     #[inline(always)]
     unsafe fn pack_tile(tile: &PackTile<'_, f32>) {
@@ -98,20 +120,21 @@ impl<S: Bf16Pairs> GradientRows<S, bf16> for Paired {
     }
 }
 
-/// A block of K to one row of lanes for every two keys.
-struct Weave<'a> {
-    input: &'a Input<4>,
-    block: Block,
-    dim: usize,
-    panel: *mut f32,
+/// A block of K as forward has V: two keys in a lane.
+pub(super) struct PackAlongKeys<'a, M> {
+    pub(super) input: &'a Input<4>,
+    pub(super) block: Block,
+    pub(super) dim: usize,
+    pub(super) panel: *mut f32,
+    pub(super) lanes: PhantomData<M>,
 }
 
-impl<S: Bf16Pairs> Part<S> for Weave<'_> {
+impl<S: Bf16Pairs, M: Packing<S, bf16>> Part<S> for PackAlongKeys<'_, M> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Weave { input, block, dim, panel } = self;
+        let PackAlongKeys { input, block, dim, panel, .. } = self;
         // SAFETY: promised by the caller.
-        unsafe { <Paired as Packing<S, bf16>>::pack_values(input, block, dim, panel) }
+        unsafe { M::pack_values(input, block, dim, panel) }
     }
 }

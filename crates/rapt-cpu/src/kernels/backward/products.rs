@@ -1,12 +1,18 @@
-//! The products of the backward pass by the inner loop of `matmul`, two of which read and sum in panels of columns (`lanes`).
+//! The products of the backward pass, and how the inner loop of `matmul` forms them: two read and sum in panels of columns (`lanes`).
 
 use std::marker::PhantomData;
 
-use super::super::blocks::{QK_RUN, Rows};
-use super::super::matmul::{Broadcast, Factors, Onto, Place, next_rows, tile};
+use super::super::blocks::{QK_RUN, Rows, is_finite};
+use super::super::matmul::{Broadcast, Factors, Matmul, Onto, Place, next_rows, tile};
 use super::super::products::Products;
 use super::super::simd::{Part, Real, Simd};
-use super::lanes::{GradientLanes, Panel, panels};
+use super::lanes::{Contract, Panel, QueryProduct, panels};
+
+/// Products that leave out steps by their weights.
+pub(crate) trait AddAttended<S: Simd>: Products<S> {
+    /// `acc + Σ value · weight` over the steps whose weight, of any sign, is not [`Real::MASKED`].
+    unsafe fn add_attended(value: S::V, weight: S::V, acc: S::V) -> S::V;
+}
 
 /// `rows` rows of `b` over `n` lanes with the vectors at `x`, onto those at `y`.
 struct Product<S: Simd, M, const V: usize> {
@@ -38,7 +44,7 @@ impl<S: Simd, M: Products<S>, const V: usize> Part<S> for Product<S, M, V> {
 /// The same over the steps whose element of `b` is not [`Real::MASKED`], onto sums: NaN and infinities behind it stay where they are.
 struct ProductSelecting<S: Simd, M, const V: usize>(Product<S, M, V>);
 
-impl<S: Simd, M: GradientLanes<S>, const V: usize> Part<S> for ProductSelecting<S, M, V> {
+impl<S: Simd, M: AddAttended<S>, const V: usize> Part<S> for ProductSelecting<S, M, V> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
@@ -64,9 +70,9 @@ impl<S: Simd, M: GradientLanes<S>, const V: usize> Part<S> for ProductSelecting<
 }
 
 /// `dQᵀ += Kᵀ · dSᵀ` of a tile over the pairs that are not [`Real::MASKED`]: NaN and infinities in keys that a row does not attend stay there.
-pub(super) struct QueriesSelecting<S: Simd, M>(pub(super) Factors<S, 2>, pub(super) PhantomData<M>);
+struct QueriesSelecting<S: Simd, M>(Factors<S, 2>, PhantomData<M>);
 
-impl<S: Simd, M: GradientLanes<S>> Part<S> for QueriesSelecting<S, M> {
+impl<S: Simd, M: AddAttended<S>> Part<S> for QueriesSelecting<S, M> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
@@ -90,6 +96,22 @@ impl<S: Simd, M: GradientLanes<S>> Part<S> for QueriesSelecting<S, M> {
     }
 }
 
+/// [`GradientLanes::query_product`](super::lanes::GradientLanes::query_product).
+pub(super) unsafe fn query_product<S: Simd, M: AddAttended<S>>(product: QueryProduct<'_, S::Elem>) {
+    let QueryProduct { keys, skip, dim, k, ds, y, has_masked } = product;
+    let Rows { ptr, stride } = k.rows.from(skip / M::STEPS);
+    let (b, n) = (Broadcast { ptr, row: 1, step: stride }, keys.div_ceil(M::STEPS));
+    let product = Factors::<S, 2> { rows: dim, n, x: ds.cast_const(), b, y, onto: Onto::Sum };
+    // SAFETY: promised by the caller.
+    unsafe {
+        if !has_masked || is_finite::<S, M>(k) {
+            M::apart(Matmul::<S, M, 2, true>(product, PhantomData));
+        } else {
+            M::apart(QueriesSelecting::<S, M>(product, PhantomData));
+        }
+    }
+}
+
 /// `Sᵀ = K · Qᵀ` of a tile: `keys` keys by its queries, to rows `row` apart.
 pub(super) unsafe fn key_product<S: Simd, M: Products<S>>(
     keys: usize,
@@ -109,69 +131,55 @@ pub(super) unsafe fn key_product<S: Simd, M: Products<S>>(
     }
 }
 
-/// Sums over the queries of a run: `keys` rows of `dim` columns onto those from row `skip` on of a block's.
-pub(super) struct Contract<E> {
-    pub(super) keys: usize,
-    /// Queries.
-    pub(super) rows: usize,
-    /// Rows that a run has: lanes of them from key to key in `b`, and rows that panels of `x` have.
-    pub(super) row: usize,
-    pub(super) dim: usize,
-    /// `[keys][row]`.
-    pub(super) b: *const E,
-    pub(super) x: *const E,
-    pub(super) y: *mut E,
-    pub(super) skip: usize,
-    pub(super) block_n: usize,
-    /// Whether some weight may be [`Real::MASKED`] of a row that lies in x as it is.
-    pub(super) selects: bool,
-}
-
-impl<E: Real> Contract<E> {
-    pub(super) unsafe fn run<S: Simd<Elem = E>, M: GradientLanes<S>>(&self) {
-        // SAFETY: promised by the caller.
-        unsafe {
-            for panel in panels::<S>(self.dim) {
-                let ptr = self.x.wrapping_add(panel.first * self.row / M::STEPS);
-                let len = self.rows / M::STEPS * panel.width;
-                let is_finite = !self.selects || M::apart(IsFinite { ptr, len, lanes: PhantomData::<M> });
-                if panel.width == S::LANES {
-                    self.panel::<S, M, 1>(panel, is_finite);
-                } else {
-                    self.panel::<S, M, 2>(panel, is_finite);
-                }
+/// [`GradientLanes::contract`](super::lanes::GradientLanes::contract).
+pub(super) unsafe fn contract<S: Simd, M: AddAttended<S>>(product: &Contract<S::Elem>) {
+    let Contract { rows, row, dim, x, selects, .. } = *product;
+    // SAFETY: promised by the caller.
+    unsafe {
+        for panel in panels::<S>(dim) {
+            let ptr = x.wrapping_add(panel.first * row / M::STEPS);
+            let len = rows / M::STEPS * panel.width;
+            let is_finite = !selects || M::apart(IsFinite { ptr, len, lanes: PhantomData::<M> });
+            if panel.width == S::LANES {
+                contract_panel::<S, M, 1>(product, panel, is_finite);
+            } else {
+                contract_panel::<S, M, 2>(product, panel, is_finite);
             }
         }
     }
+}
 
-    unsafe fn panel<S: Simd<Elem = E>, M: GradientLanes<S>, const V: usize>(&self, panel: Panel, is_finite: bool) {
-        let Contract { keys, rows, row, b, x, y, skip, block_n, .. } = *self;
-        let y = y.wrapping_add(panel.first * block_n + skip * panel.width);
-        let product = Product::<S, M, V> {
-            rows: keys,
-            n: rows / M::STEPS,
-            x: x.wrapping_add(panel.first * row / M::STEPS),
-            b: Broadcast { ptr: b, row: (row / M::STEPS) as isize, step: 1 },
-            y: Place { ptr: y, row: panel.width },
-            onto: Onto::Sum,
-            lanes: PhantomData,
-        };
-        // SAFETY: promised by the caller.
-        unsafe {
-            if is_finite {
-                M::apart(product);
-            } else {
-                M::apart(ProductSelecting(product));
-            }
+unsafe fn contract_panel<S: Simd, M: AddAttended<S>, const V: usize>(
+    product: &Contract<S::Elem>,
+    panel: Panel,
+    is_finite: bool,
+) {
+    let Contract { keys, rows, row, b, x, y, skip, block_n, .. } = *product;
+    let y = y.wrapping_add(panel.first * block_n + skip * panel.width);
+    let product = Product::<S, M, V> {
+        rows: keys,
+        n: rows / M::STEPS,
+        x: x.wrapping_add(panel.first * row / M::STEPS),
+        b: Broadcast { ptr: b, row: (row / M::STEPS) as isize, step: 1 },
+        y: Place { ptr: y, row: panel.width },
+        onto: Onto::Sum,
+        lanes: PhantomData,
+    };
+    // SAFETY: promised by the caller.
+    unsafe {
+        if is_finite {
+            M::apart(product);
+        } else {
+            M::apart(ProductSelecting(product));
         }
     }
 }
 
 /// Whether whole vectors are finite.
-struct IsFinite<E, M> {
-    ptr: *const E,
-    len: usize,
-    lanes: PhantomData<M>,
+pub(super) struct IsFinite<E, M> {
+    pub(super) ptr: *const E,
+    pub(super) len: usize,
+    pub(super) lanes: PhantomData<M>,
 }
 
 impl<S: Simd, M: Products<S>> Part<S> for IsFinite<S::Elem, M> {

@@ -10,7 +10,6 @@ use super::super::pack::load_row_of;
 use super::super::simd::{Part, Real, Simd, Storage};
 use super::Keys;
 use super::lanes::GradientRows;
-use super::products::key_product;
 use super::queries::{self, MAX_QUERIES, Tile};
 use super::weigh::Accumulate;
 use crate::backward_problem::BackwardProblem;
@@ -99,6 +98,7 @@ pub(super) unsafe fn large<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         if !(r0..r1).any(|r| is_large(*tops.add(r))) {
             return;
         }
+        let _unit = M::unit();
         let (mut row_max, mut row_sum) = ([lowest; MAX_QUERIES], [S::Elem::ZERO; MAX_QUERIES]);
         let (lo, hi) = problem.rows.keys_of_rows(r0, r1);
         for block in (0..problem.kv_len).step_by(partition.block_n) {
@@ -116,7 +116,7 @@ pub(super) unsafe fn large<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
             queries::pack::<S, M, T>(problem, base, &tiles);
             let [Some(tile)] = &tiles else { return };
             let (x, row) = M::places(problem, base, 0, 0).p;
-            key_product::<S, M>(n, problem.head_dim, keys.k, base.wrapping_add(problem.scratch.q_t), (x, row));
+            M::key_product(n, problem.head_dim, keys.k, base.wrapping_add(problem.scratch.q_t), (x, row));
             let (row_max, row_sum) = (&mut row_max, &mut row_sum);
             S::apart(Accumulate::<S> { problem, tile, n, x, row, row_max, row_sum });
         }

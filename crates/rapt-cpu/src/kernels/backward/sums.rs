@@ -65,7 +65,7 @@ pub(super) unsafe fn keys<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: 
 pub(super) unsafe fn dq<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: usize, memory: *mut u8) {
     let (partition, tiles) = (&problem.partition, problem.partition.task_tiles());
     let (of, tile) = (n / tiles, n % tiles);
-    let len = problem.head_dim * partition.queries;
+    let len = partition.tile_of_dq;
     let add = |in_wave: usize, to: *mut S::Elem, is_first: bool| {
         let from = problem.partials.cast::<S::Elem>().wrapping_add((in_wave * partition.chunks * tiles + tile) * len);
         // SAFETY: every chunk of this task has been written; what is added to is this item's alone.
