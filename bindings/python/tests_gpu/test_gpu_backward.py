@@ -163,6 +163,14 @@ OPTIONS = {
     "slopes": {"alibi": True},
     "scale": {"scale": -0.4},
     "wide heads": {"q": (1, 2, 70, 256), "dim_v": 256},
+    "wide heads, causal": {"q": (2, 4, 300, 256), "dim_v": 256, "kv_len": 333, "causal": "bottom_right"},
+    "wide heads, window": {"q": (2, 4, 150, 192), "dim_v": 192, "window": (33, 10)},
+    "wide heads, boolean mask": {"q": (2, 4, 150, 256), "dim_v": 256, "mask": "bool"},
+    "wide heads, mask of keys": {"q": (2, 4, 150, 256), "dim_v": 256, "mask": "bool", "mask_full": (True, False, False, True)},
+    "wide heads, biases of heads": {"q": (2, 4, 150, 256), "dim_v": 256, "mask": "bfloat16", "mask_full": (False, True, True, True)},
+    "wide heads, odd": {"q": (2, 4, 150, 135), "dim_v": 201},
+    "wide values": {"q": (2, 4, 150, 64), "dim_v": 256},
+    "narrow values": {"q": (2, 4, 150, 256), "dim_v": 96},
     "wider heads": {"q": (1, 2, 70, 300), "dim_v": 272},
     "values wider": {"q": (2, 4, 70, 40), "dim_v": 128},
     "96": {"q": (2, 4, 140, 96), "dim_v": 96},
@@ -219,7 +227,8 @@ def banded(like, layout):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
 @pytest.mark.parametrize("zoo", ZOO)
 def test_strides_change_no_bit_and_nothing_beside_a_gradient_is_written(zoo, dtype):
-    for case in (PLAIN, dataclasses.replace(PLAIN, mask="float32", sinks=True, causal="bottom_right", q=(2, 4, 77, 72), dim_v=40)):
+    wide = dataclasses.replace(PLAIN, causal="top_left", q=(2, 4, 100, 192), dim_v=136)
+    for case in (PLAIN, wide, dataclasses.replace(PLAIN, mask="float32", sinks=True, causal="bottom_right", q=(2, 4, 77, 72), dim_v=40)):
         q, k, v, options, out, lse, d_o, d_lse = problem(dataclasses.replace(case, dtype=dtype), d_lse=True)
         want = backward(d_o, q, k, v, out, lse, d_lse, options)
         turned = {name: ZOO[zoo](x) if torch.is_tensor(x) and x.dim() == 4 else x for name, x in options.items()}
@@ -234,9 +243,9 @@ def test_strides_change_no_bit_and_nothing_beside_a_gradient_is_written(zoo, dty
                     place[1](name)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
-def test_bits_are_the_same_every_time_and_whatever_lies_beside(dtype):
-    case = dataclasses.replace(PLAIN, dtype=dtype, q=(3, 6, 300, 64), kv_len=333, causal="bottom_right", sinks=True)
+@pytest.mark.parametrize("dtype, dim", [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 64)], ids=str)
+def test_bits_are_the_same_every_time_and_whatever_lies_beside(dtype, dim):
+    case = dataclasses.replace(PLAIN, dtype=dtype, q=(3, 6, 300, dim), dim_v=dim, kv_len=333, causal="bottom_right", sinks=True)
     q, k, v, options, out, lse, d_o, d_lse = problem(case, d_lse=True)
     first = backward(d_o, q, k, v, out, lse, d_lse, options)
     for _ in range(5):
@@ -247,20 +256,26 @@ def test_bits_are_the_same_every_time_and_whatever_lies_beside(dtype):
         assert all(torch.equal(a, b[at : at + 1]) for a, b in zip(alone[:3], first))
 
 
+def rounded_alike(a, b):
+    return (a.double() - b.double()).norm() <= 2**-10 * b.double().norm()
+
+
 def test_a_nan_that_arrives_reaches_what_attended_it_and_nothing_else():
-    for dtype, dim in ((BF16, 64), (BF16, 128), (torch.float32, 40)):
+    for dtype, dim in ((BF16, 64), (BF16, 128), (BF16, 256), (torch.float32, 40)):
         case = dataclasses.replace(PLAIN, dtype=dtype, q=(1, 2, 150, dim), dim_v=dim, causal="top_left", kv_len=150)
         q, k, v, options, out, lse, d_o, _ = problem(case)
         clean = backward(d_o, q, k, v, out, lse, None, options)
         d_o[0, 1, 70, 3] = math.nan
         dq, dk, dv, *_ = backward(d_o, q, k, v, out, lse, None, options)
         rows = torch.arange(150, device="cuda")
-        assert dq[0, 1, 70].isnan().all() and torch.equal(dq[0, 1, rows != 70], clean[0][0, 1, rows != 70]) and torch.equal(dq[0, 0], clean[0][0, 0])
+        # A head that NaN reached is computed again, by another kernel there: a weight in some thousand is rounded the other way.
+        same = torch.equal if dim <= 128 or torch.cuda.get_device_capability() != (9, 0) else rounded_alike
+        assert dq[0, 1, 70].isnan().all() and same(dq[0, 1, rows != 70], clean[0][0, 1, rows != 70]) and torch.equal(dq[0, 0], clean[0][0, 0])
         for got, want in ((dk, clean[1]), (dv, clean[2])):
             hit = got[0, 1].isnan().any(-1)
             assert hit[:71].all() and not hit[71:].any()
-            assert torch.equal(got[0, 1, 71:], want[0, 1, 71:]) and torch.equal(got[0, 0], want[0, 0])
-        assert not dv[0, 1, :, 4:].isnan().any() and torch.equal(dv[0, 1, :, 4:], clean[2][0, 1, :, 4:])
+            assert same(got[0, 1, 71:], want[0, 1, 71:]) and torch.equal(got[0, 0], want[0, 0])
+        assert not dv[0, 1, :, 4:].isnan().any() and same(dv[0, 1, :, 4:], clean[2][0, 1, :, 4:])
 
 
 # --- streams and graphs ------------------------------------------------------------------------------------------------------

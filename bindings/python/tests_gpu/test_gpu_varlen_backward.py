@@ -28,7 +28,7 @@ OPTIONS = {
 def has_own_kernel(q, v, options):
     """Whether a dense call of such tensors has the kernel of compute capability 9.0."""
     changed = options.get("softcap") or options.get("alibi_slopes") is not None
-    narrow = max(q.shape[-1], v.shape[-1]) <= 128 and q.element_size() == 2
+    narrow = max(q.shape[-1], v.shape[-1]) <= 256 and q.element_size() == 2
     return torch.cuda.get_device_capability() == (9, 0) and narrow and not changed
 
 

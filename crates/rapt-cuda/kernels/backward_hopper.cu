@@ -20,10 +20,9 @@
 // p and ds are rounded to the storage dtype where they are multiplied, and nowhere else. dq_part lies in fragments, as threads hold it:
 // backward_parts.cu makes rows of them, and multiplies by softmax_scale.
 // A head with a sum that is not finite, or a lse that is not relied on, is noted: backward_mma.cu computes it again, behind this.
-// Deliberately absent: softcap and slopes, biases of 32 bits, and head dims above 128 (backward_mma.cu).
+// Deliberately absent: softcap and slopes, biases of 32 bits (backward_mma.cu), and head dims above 128 (backward_hopper_wide.cu).
 
-#include "backward/hopper_mask.cuh"
-#include "common/softmax.cuh"
+#include "backward/hopper_weigh.cuh"
 #include "hopper/wgmma.cuh"
 
 DEFINE_WGMMA_QK(wgmma_scores, BLOCK_M)
@@ -101,64 +100,6 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // Pairs of the tile that positions leave out weigh nothing.
-    __device__ void leave_out(Accumulator<NT>& p, const Item& item, int i0) const {
-        const Params& q = h.b.all;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int j = item.first() + key_row() + r * 8;
-            // Queries first..end see the key.
-            int first = max(0, j - q.hi_shift + 1), end = min(q.q_len, j - q.lo_shift + 1);
-            if (j >= q.kv_len) end = first;
-            first -= i0 + (int)lane_column(threadIdx.x), end -= i0 + (int)lane_column(threadIdx.x);
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    if (nt * 8 + e < first || nt * 8 + e >= end) p[nt][r * 2 + e] = 0;
-                }
-        }
-    }
-    // This thread's first row of the item's keys.
-    __device__ int key_row() const { return group * 64 + threadIdx.x % 128 / 32 * 16 + lane_row(threadIdx.x); }
-
-    __device__ void put_ds(u32 n) const {
-        const int lane = threadIdx.x % 32;
-        const u32 row = shared_address(sh.ds[n % 2]) + (group * 64 + threadIdx.x % 128 / 32 * 16) * 128 + stmatrix_row(lane);
-#pragma unroll
-        for (int kt = 0; kt < KT; kt++) stmatrix(stmatrix_unit(row, lane, kt * 2, 0), ds[kt][0], ds[kt][1], ds[kt][2], ds[kt][3]);
-    }
-
-    // Numbers of this thread's queries of columns 8 * nt.. of scores.
-    __device__ static float2 of_queries(const float* numbers, int nt) { return *(const float2*)(numbers + nt * 8 + lane_column((int)threadIdx.x)); }
-
-    // Scores of the tile at hand become p.
-    __device__ void exponentiate(Accumulator<NT>& s, MaskColumns& mask) const {
-        const float c = (float)h.b.all.scale * LOG2_E;
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-            const float2 lse = of_queries(sh.lse[q.stage], nt);
-            mask.load(nt);
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                s[nt][r * 2] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2], c, -lse.x), nt, r, 0));
-                s[nt][r * 2 + 1] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2 + 1], c, -lse.y), nt, r, 1));
-            }
-        }
-    }
-    // ds of the tile at hand, as an operand.
-    __device__ void weigh(const Accumulator<NT>& p, const Accumulator<NT>& dp) {
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-            const float2 delta = of_queries(sh.delta[q.stage], nt);
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float low = p[nt][r * 2] * (dp[nt][r * 2] - delta.x), high = p[nt][r * 2 + 1] * (dp[nt][r * 2 + 1] - delta.y);
-                ds[operand_tile(nt)][operand_word(nt, r)] = pack(low, high);
-            }
-        }
-    }
-
     // The part of dq of the nth tile.
     __device__ void hand_over(const Accumulator<DQ_COLUMNS / 8>& dq, u32 n) {
         const u32 stage = n % DQ_STAGES;
@@ -168,52 +109,6 @@ struct Consumer {
         for (int nt = 0; nt < DQ_COLUMNS / 8; nt++) to[nt * 128] = {dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]};
         fence_proxy_async();
         mbarrier_arrive(sh.dq_full[group][stage]);
-    }
-
-    // Rows of a gradient: a warp's 16 through its rows of ds, which nobody reads any more.
-    template <int TILES>
-    __device__ void store(const Accumulator<TILES>& sums, void* to, const i64 (&stride)[4], const Item& item, int dim, bool wide, float factor) {
-        const int lane = threadIdx.x % 32, row = group * 64 + threadIdx.x % 128 / 32 * 16;
-        u8* tile = (u8*)sh.ds + row * 128;
-        const u32 at = shared_address(tile) + stmatrix_row(lane);
-        const auto word = [&](int nt, int r) { return pack(sums[nt][r * 2] * factor, sums[nt][r * 2 + 1] * factor); };
-        __syncwarp();
-#pragma unroll
-        for (int nt = 0; nt < TILES; nt += 2) {
-            const u32 unit = stmatrix_unit(at, lane, nt % 8, 0) + nt / 8 * sizeof(sh.ds[0]);
-            stmatrix(unit, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1));
-        }
-        __syncwarp();
-        const int rows = min(16, h.b.all.kv_len - item.first() - row), c = out_column(lane);
-        Elem* from = (Elem*)to + row_offset(stride, item.batch, item.kv_head, item.first() + row);
-#pragma unroll
-        for (int box = 0; box < (TILES + 7) / 8; box++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int r = out_row(lane, i), first = box * BOX + c;
-                if (r >= rows || first >= dim) continue;
-                const uint4 x = *(const uint4*)(tile + box * sizeof(sh.ds[0]) + swizzle_128b(r, c));
-                if (wide) {
-                    *(uint4*)(from + r * stride[2] + first) = x;
-                } else {
-                    const u32 words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-                    for (int e = 0; e < 8; e++) {
-                        if (first + e < dim) from[r * stride[2] + (first + e) * stride[3]] = (Elem)(words[e / 2] >> e % 2 * 16);
-                    }
-                }
-            }
-    }
-
-    // Of keys that no query sees.
-    __device__ void store_nothing(const Item& item) const {
-        const BackwardParams& b = h.b;
-        for (int at = threadIdx.x; at < BN * max(b.all.head_dim, b.all.head_dim_v); at += CONSUMERS) {
-            const int j = item.first() + at % BN, c = at / BN;
-            if (j >= b.all.kv_len) continue;
-            if (c < b.all.head_dim) ((Elem*)b.dk)[row_offset(b.dk_stride, item.batch, item.kv_head, j) + c * b.dk_stride[3]] = 0;
-            if (c < b.all.head_dim_v) ((Elem*)b.dv)[row_offset(b.dv_stride, item.batch, item.kv_head, j) + c * b.dv_stride[3]] = 0;
-        }
     }
 
     __device__ void run() {
@@ -227,7 +122,7 @@ struct Consumer {
             if (item.tile < 0) break;
             if (item.tiles == 0) {
                 mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
-                store_nothing(item);
+                store_nothing(b, item);
                 continue;
             }
             mbarrier_wait(sh.k_full[kv.stage], kv.phase);
@@ -240,7 +135,7 @@ struct Consumer {
             const int whole_from = ::whole_from(h.items, item), whole_to = ::whole_to(h.items, item);
             const int step = h.items.step, behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;
-            MaskColumns mask(b.all, sh, group);
+            MaskColumns mask(b.all, sh, group * 64, 0);
             u32 before = q.stage;  // of the queries of the tile before
 #pragma unroll 1
             for (int left = item.tiles * b.all.group, n = 0; left > 0; left--, n++, done++) {
@@ -253,25 +148,22 @@ struct Consumer {
                 add_dk(done + 1, before, n > 1);
 #if MASK != NO_MASK
                 mbarrier_wait(sh.mask_full, done & 1);
-                exponentiate(s, mask);
+                exponentiate(s, (float)b.all.scale * LOG2_E, sh.lse[q.stage], mask);
                 __syncwarp();
                 mbarrier_arrive_if(sh.mask_empty, is_first);
 #else
-                exponentiate(s, mask);
+                exponentiate(s, (float)b.all.scale * LOG2_E, sh.lse[q.stage], mask);
 #endif
-                if (i0 < whole_from | i0 > whole_to) leave_out(s, item, i0);
+                if (i0 < whole_from | i0 > whole_to) leave_out(s, b.all, item.first() + group * 64, i0);
                 OperandA<KT> p;
-#pragma unroll
-                for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                    for (int r = 0; r < 2; r++) p[operand_tile(nt)][operand_word(nt, r)] = pack(s[nt][r * 2], s[nt][r * 2 + 1]);
+                pack_weights<NT>(p, s);
                 add_dv(p, done, n > 0);
                 mbarrier_wait(sh.ds_empty[done % 2], done / 2 & 1 ^ 1);
                 wgmma_wait<1>(dp);
                 wgmma_wait<1>(dk);
                 mbarrier_arrive_if(sh.q_empty[before], is_first & (n > 0));
-                weigh(s, dp);
-                put_ds(done);
+                weigh(ds, s, dp, sh.delta[q.stage]);
+                put_weights(sh.ds[done % 2] + group * 64 * BOX, 0, ds);
                 fence_proxy_async();
                 // The products of this group read what its four warps have put there.
                 bar_sync(OWN_DS + group, 128);
@@ -310,8 +202,10 @@ struct Consumer {
             mbarrier_arrive_if(sh.ds_empty[(done + 1) % 2], is_first);
             mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
             if (non_finite(dk) + non_finite(dv) != 0) note_odd(b, item.batch, item.kv_head);
-            store(dk, b.dk, b.dk_stride, item, b.all.head_dim, b.dk_wide, (float)b.all.scale);
-            store(dv, b.dv, b.dv_stride, item, b.all.head_dim_v, b.dv_wide, 1);
+            const int first = item.first() + group * 64;
+            Elem* const tile = sh.ds[0] + group * 64 * BOX;
+            store_rows<2>(tile, dk, rows_of_keys(b.dk, b.dk_stride, item, first, b.all.kv_len, b.all.head_dim, b.dk_wide), (float)b.all.scale);
+            store_rows<2>(tile, dv, rows_of_keys(b.dv, b.dv_stride, item, first, b.all.kv_len, b.all.head_dim_v, b.dv_wide), 1);
         }
     }
 };
@@ -324,13 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     __syncthreads();
     if (group == 2) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        const int warp = uniform(threadIdx.x % 128 / 32);
-        const bool is_first = threadIdx.x % 32 == 0;
-        if (warp == 0 || warp == 3) {
-            if (VECTOR ? threadIdx.x % 128 == 0 : true) produce(h, sh);
-        } else if (is_first) {
-            add_in_turn(h, sh, warp - 1);
-        }
+        work_beside(h, sh);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         Consumer consumer{h, sh, group};

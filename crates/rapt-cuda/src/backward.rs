@@ -54,9 +54,10 @@ pub(crate) struct BackwardParams {
     padding: i32,
 }
 
-/// Rows of a tile of queries of backward_hopper.cu, and keys of an item.
+/// Rows of a tile of queries of backward_hopper.cu and backward_hopper_wide.cu, and keys of an item of each.
 pub(crate) const HOPPER_ROWS: usize = 64;
 pub(crate) const HOPPER_KEYS: usize = 128;
+pub(crate) const HOPPER_WIDE_KEYS: usize = 64;
 /// What heads that are taken together may have in all of q, d_o and sums of dq, so that these stay in L2 between items: a third of an H100's.
 const TOGETHER_BYTES: usize = 16 << 20;
 
@@ -99,10 +100,10 @@ impl HopperItems {
     /// end. Where every query sees every key, items of a head follow one another a tile apart, whichever is first.
     /// Heads taken together make these distances: too few, and blocks wait for one another; too many, and L2 does not hold what they share
     /// (docs/lab/cuda.md).
-    pub(crate) fn new(spec: &BackwardSpec, blocks: usize) -> Self {
+    pub(crate) fn new(spec: &BackwardSpec, keys: usize, blocks: usize) -> Self {
         let forward = spec.forward();
         let (q_len, kv_len) = (forward.q_len(), forward.kv_len());
-        let key_tiles = kv_len.div_ceil(HOPPER_KEYS);
+        let key_tiles = kv_len.div_ceil(keys);
         let matrices = forward.batch().saturating_mul(forward.num_kv_heads());
         let group = forward.num_q_heads() / forward.num_kv_heads().max(1);
         let range = forward.block_range();

@@ -284,9 +284,10 @@ fn gradients() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
     all.extend(of_varlen(64, &plain));
     all.extend(of(Arch::Sm90a, DType::BF16, 64, Some(DType::BF16), &capped));
     hot.extend(of(Arch::Sm90a, DType::BF16, 64, Some(DType::Bool), &plain).into_iter().filter(is_together));
-    hot.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::BF16), &plain).into_iter().filter(is_together));
-    // Eight bytes, at the end of an item.
-    all.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::Bool), &plain));
+    hot.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::Bool), &plain).into_iter().filter(is_together));
+    hot.extend(of(Arch::Sm90a, DType::BF16, 256, Some(DType::Bool), &plain).into_iter().filter(is_together));
+    // Four bytes.
+    all.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::BF16), &plain));
     all.extend(of(Arch::Sm90a, DType::F16, 127, Some(DType::F32), &capped));
     for dtype in [DType::F32, DType::F64] {
         all.extend(of(Arch::Sm90a, dtype, 100, Some(dtype), &capped));

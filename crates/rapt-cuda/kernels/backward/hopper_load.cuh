@@ -1,5 +1,8 @@
-// The memory that a block of backward_hopper.cu shares, and its warps that do not multiply: those that load what items need, and those that add
-// parts of dq in their turn.
+// The memory that a block of backward_hopper.cu or backward_hopper_wide.cu shares, and its warps that do not multiply: those that load what items need,
+// and those that add parts of dq in their turn.
+//
+// WIDE: heads of more than 128 columns. 64 keys in place of 128; each of both groups has half of the columns of sums, two boxes or one, so that boxes are
+// even in number; a group's part of dq comes in pieces of 64 columns.
 
 #pragma once
 #include "backward/hopper_items.cuh"
@@ -8,11 +11,18 @@
 #include "hopper/tma.cuh"
 
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
-constexpr int BOXES = (D + BOX - 1) / BOX, V_BOXES = (DV + BOX - 1) / BOX;
+#ifndef WIDE
+#define WIDE 0
+#endif
+constexpr int boxes_of(int dim) { return WIDE ? (dim + 2 * BOX - 1) / (2 * BOX) * 2 : (dim + BOX - 1) / BOX; }
+constexpr int BOXES = boxes_of(D), V_BOXES = boxes_of(DV);
 constexpr int K_BOX = BN * BOX, Q_BOX = BM * BOX;  // elements
-// Floats of a group's part of a tile of dq.
+// Floats of a group's part of a tile of dq, and of a piece of it.
 constexpr int DQ_PART = BM * DQ_COLUMNS;  // [batch, heads, tiles of queries, 2, DQ_PART] in device memory
-static_assert(BM == 64 && BN == 128, "two groups of 64 keys, and a box of queries");
+constexpr int DQ_PIECES = WIDE ? DQ_COLUMNS / BOX : 1, DQ_PIECE = DQ_PART / DQ_PIECES;
+// Tiles of weights: ds twice, or p twice and ds.
+constexpr int WEIGHTS = WIDE ? 3 : 2;
+static_assert(BM == 64 && BN == (WIDE ? 64 : 128), "a box of queries; two groups of 64 keys, or one for both");
 
 // Byte for byte BackwardHopperParams of backward.rs.
 struct BackwardHopperParams {
@@ -44,10 +54,10 @@ __device__ inline Item as_uniform(const volatile Item& of) {
 struct Shared {
     __align__(1024) Elem k[KV_STAGES][BOXES * K_BOX];
     __align__(1024) Elem v[KV_STAGES][V_BOXES * K_BOX];
-    __align__(1024) Elem ds[2][K_BOX];
-    __align__(1024) float dq[2][DQ_STAGES][DQ_PART];
+    __align__(1024) Elem ds[WEIGHTS][K_BOX];
+    __align__(1024) float dq[2][DQ_STAGES][DQ_PIECE];
     __align__(1024) Elem q[Q_STAGES][BOXES * Q_BOX];
-    __align__(1024) Elem d_o[2][V_BOXES * Q_BOX];
+    __align__(1024) Elem d_o[D_O_STAGES][V_BOXES * Q_BOX];
 #if MASK != NO_MASK
     __align__(1024) u8 mask[MASK_BOXES][BM * 128];  // a tile as backward/hopper_mask.cuh reads it
 #endif
@@ -56,7 +66,7 @@ struct Shared {
 #if MASK != NO_MASK
     u64 mask_full, mask_empty;
 #endif
-    u64 q_full[Q_STAGES], q_empty[Q_STAGES], d_o_full[2], d_o_empty[2];
+    u64 q_full[Q_STAGES], q_empty[Q_STAGES], d_o_full[D_O_STAGES], d_o_empty[D_O_STAGES];
     u64 k_full[KV_STAGES], v_full[KV_STAGES], kv_empty[KV_STAGES], ds_full[2], ds_empty[2], dq_full[2][DQ_STAGES], dq_empty[2][DQ_STAGES], item_full[2], item_empty[2];
     Item items[2];
 };
@@ -68,8 +78,8 @@ enum { DS = 1, OWN_DS = 2 };
 __device__ inline void init_barriers(Shared& sh) {
     for (int n = 0; n < Q_STAGES; n++) mbarrier_init(sh.q_full[n], LOADERS), mbarrier_init(sh.q_empty[n], 8);
     for (int n = 0; n < KV_STAGES; n++) mbarrier_init(sh.k_full[n], LOADERS), mbarrier_init(sh.v_full[n], LOADERS), mbarrier_init(sh.kv_empty[n], 8);
+    for (int n = 0; n < D_O_STAGES; n++) mbarrier_init(sh.d_o_full[n], LOADERS), mbarrier_init(sh.d_o_empty[n], 8);
     for (int n = 0; n < 2; n++) {
-        mbarrier_init(sh.d_o_full[n], LOADERS), mbarrier_init(sh.d_o_empty[n], 8);
         mbarrier_init(sh.ds_full[n], 8), mbarrier_init(sh.ds_empty[n], 8);
         for (int stage = 0; stage < DQ_STAGES; stage++) mbarrier_init(sh.dq_full[n][stage], 128), mbarrier_init(sh.dq_empty[n][stage], 1);
         mbarrier_init(sh.item_full[n], 1), mbarrier_init(sh.item_empty[n], VECTOR ? 8 + 2 : 8 + 2 + 2);
@@ -164,7 +174,7 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
     const BackwardParams& b = h.b;
     const Params& p = b.all;
     Place<Q_STAGES> q;
-    Place<2> arriving;
+    Place<D_O_STAGES> arriving;
     Place<KV_STAGES> kv;
 #pragma unroll 1
     for (u32 round = 0;; round++) {
@@ -200,8 +210,8 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
                     sh.d_o[arriving.stage], {h.d_o_map, b.d_o, b.d_o_stride, p.q_len, p.head_dim_v}, sh.d_o_full[arriving.stage], 0, item.batch, of, i * BM
                 );
 #if MASK != NO_MASK
-                // As many tiles as of d_o, whose place in two says whether they are even.
-                mbarrier_wait(sh.mask_empty, arriving.stage ^ 1);
+                // As many tiles as of d_o, whose place says whether they are even.
+                mbarrier_wait(sh.mask_empty, (D_O_STAGES == 2 ? arriving.stage : arriving.phase) ^ 1);
                 load_mask(h, sh, item.batch, of, i * BM, item.tile * BN);
 #endif
                 q.advance(), arriving.advance();
@@ -226,24 +236,38 @@ __device__ inline void add_in_turn(const BackwardHopperParams& h, Shared& sh, in
 #pragma unroll 1
         for (int head = 0; head < p.group; head++) {
 #pragma unroll 1
-            for (int n = 0; n < item.tiles; n++, dq.advance()) {
+            for (int n = 0; n < item.tiles; n++) {
                 const int i = item.first_tile + n * h.items.step, of = ((item.batch * p.heads + item.kv_head * p.group + opaque(head)) * tiles_of_queries(h.b) + i) * 2 + group;
                 const u32 turn = turn_of(h.items, item.tile, i);
                 u32* turns = turns_of(h.b) + of;
-                mbarrier_wait(sh.dq_full[group][dq.stage], dq.phase);
-                while (load_acquire(turns) != turn) {
+#pragma unroll 1
+                for (int piece = 0; piece < DQ_PIECES; piece++, dq.advance()) {
+                    float* const to = h.b.dq_sums + (i64)of * DQ_PART + piece * DQ_PIECE;
+                    mbarrier_wait(sh.dq_full[group][dq.stage], dq.phase);
+                    while (piece == 0 && load_acquire(turns) != turn) {
+                    }
+                    if (piece == 0) fence_proxy_async_global();
+                    if (turn == 0) bulk_store(to, sh.dq[group][dq.stage], DQ_PIECE * 4);
+                    else bulk_add(to, sh.dq[group][dq.stage], DQ_PIECE * 4);
+                    tma_store_commit();
+                    tma_store_wait();
+                    mbarrier_arrive(sh.dq_empty[group][dq.stage]);
                 }
-                fence_proxy_async_global();
-                if (turn == 0) bulk_store(h.b.dq_sums + (i64)of * DQ_PART, sh.dq[group][dq.stage], DQ_PART * 4);
-                else bulk_add(h.b.dq_sums + (i64)of * DQ_PART, sh.dq[group][dq.stage], DQ_PART * 4);
-                tma_store_commit();
-                tma_store_wait();
-                mbarrier_arrive(sh.dq_empty[group][dq.stage]);
                 bulk_wait();
                 fence_proxy_async_global();
                 store_release(turns, turn + 1);
             }
         }
         mbarrier_arrive(sh.item_empty[round % 2]);
+    }
+}
+
+// The last four warps.
+__device__ inline void work_beside(const BackwardHopperParams& h, Shared& sh) {
+    const int warp = uniform(threadIdx.x % 128 / 32);
+    if (warp == 0 || warp == 3) {
+        if (VECTOR ? threadIdx.x % 128 == 0 : true) produce(h, sh);
+    } else if (threadIdx.x % 32 == 0) {
+        add_in_turn(h, sh, warp - 1);
     }
 }

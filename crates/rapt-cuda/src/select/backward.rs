@@ -1,7 +1,7 @@
 //! From a spec of gradients to what is launched for it.
 //!
-//! float16 and bfloat16 with head dims up to 128 on compute capability 9.0, of which dq, dk and dv are asked, with or without a mask of booleans or of 16 bits
-//! → backward_hopper.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
+//! float16 and bfloat16 with head dims up to 256 on compute capability 9.0, of which dq, dk and dv are asked, with or without a mask of booleans or of 16 bits
+//! → backward_hopper.cu, or beyond 128 backward_hopper_wide.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
 //! head dims alone, and what fits a block: the bits of a gradient depend neither on the batch nor on strides.
 
 use rapt_core::{
@@ -12,7 +12,9 @@ use rapt_core::{
 use super::tensor_cores::{is_natural, mask_class, padded_dims, sequences};
 use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
 use crate::access::moves_by;
-use crate::backward::{BackwardParams, HOPPER_KEYS, HOPPER_ROWS, HopperItems, HopperWorkspace, state_bytes};
+use crate::backward::{
+    BackwardParams, HOPPER_KEYS, HOPPER_ROWS, HOPPER_WIDE_KEYS, HopperItems, HopperWorkspace, state_bytes,
+};
 use crate::launch::Step;
 use crate::launch::backward::{BackwardLaunch, HopperPass, PassStep, WhyNoTensorCores};
 use crate::params::Params;
@@ -24,8 +26,9 @@ use crate::variant::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_c
 const MMA_DIM: usize = 256;
 /// The same of float32, whose tiles are twice as large.
 const MMA_F32_DIM: usize = 128;
-/// Widest head of backward_hopper.cu.
+/// Widest head of backward_hopper.cu, and of backward_hopper_wide.cu.
 const HOPPER_DIM: usize = 128;
+const HOPPER_WIDE_DIM: usize = 256;
 /// Rows of a block of backward_rows.cu.
 const ROWS_OF_BLOCK: usize = 64;
 /// Blocks to a multiprocessor that look for heads to be computed again.
@@ -76,7 +79,7 @@ fn mma(spec: &BackwardSpec, caps: &Caps, pass: Pass) -> KernelVariant {
     if variant.shared_bytes() <= caps.shared_bytes { variant } else { least }
 }
 
-/// The variant of backward_hopper.cu, where it serves the request. Tensors that TMA does not load come element by element into the same tiles: bits
+/// The variant of backward_hopper.cu or backward_hopper_wide.cu, where one serves the request. Tensors that TMA does not load come element by element into the same tiles: bits
 /// do not depend on strides.
 fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
     let forward = spec.forward();
@@ -90,13 +93,14 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
         && forward.dropout.is_none()
         && forward.varlen.is_none()
         && !is_natural(forward, MaskClass::None)
-        && dim <= HOPPER_DIM
+        && dim <= HOPPER_WIDE_DIM
         && [spec.dq(), spec.dk(), spec.dv()].iter().all(Option::is_some)
         && [forward.q_len(), forward.kv_len(), forward.head_dim(), forward.head_dim_v()].iter().all(|n| *n > 0);
     if !serves {
         return None;
     }
-    let [tensors @ .., of_mask] = loaded(spec);
+    let keys = if dim > HOPPER_DIM { HOPPER_WIDE_KEYS } else { HOPPER_KEYS };
+    let [tensors @ .., of_mask] = loaded(spec, keys);
     let by_tma = tensors.iter().all(Option::is_some) && (mask.is_none() || of_mask.is_some());
     let loads = if by_tma { Loads::Tma } else { Loads::ByElement };
     let variant = KernelVariant {
@@ -105,19 +109,19 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
         loads,
         dims: padded_dims(forward),
         block_m: HOPPER_ROWS as u32,
-        block_n: HOPPER_KEYS as u32,
+        block_n: keys as u32,
         ..KernelVariant::backward(caps.arch, storage, mask, Pass::Together)
     };
     (variant.shared_bytes() <= caps.shared_bytes).then_some(variant)
 }
 
-/// q, k, v, d_o and the mask in tiles of backward_hopper.cu, as TMA loads them.
-fn loaded(spec: &BackwardSpec) -> [Option<TmaTensor>; 5] {
+/// q, k, v, d_o and the mask in tiles of backward_hopper.cu with so many keys, as TMA loads them.
+fn loaded(spec: &BackwardSpec, keys: usize) -> [Option<TmaTensor>; 5] {
     let forward = spec.forward();
     let of = |tensor, rows: usize| TmaTensor::new(tensor, rows as u32);
     let mask = forward.mask.as_ref().and_then(|mask| TmaTensor::mask_of_keys(mask, HOPPER_ROWS as u32));
-    let [q, k, v] = [(&forward.q, HOPPER_ROWS), (&forward.k, HOPPER_KEYS), (&forward.v, HOPPER_KEYS)]
-        .map(|(tensor, rows)| of(tensor, rows));
+    let [q, k, v] =
+        [(&forward.q, HOPPER_ROWS), (&forward.k, keys), (&forward.v, keys)].map(|(tensor, rows)| of(tensor, rows));
     [q, k, v, of(spec.d_o(), HOPPER_ROWS), mask]
 }
 
@@ -160,8 +164,8 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let matrices = forward.batch().saturating_mul(forward.num_q_heads());
     let row_blocks = forward.q_len().div_ceil(ROWS_OF_BLOCK);
     push(generic(Pass::Rows), row_blocks, matrices.saturating_mul(row_blocks), 0)?;
-    let items = HopperItems::new(spec, multiprocessors);
-    if let Some(variant) = together {
+    let items = together.map(|variant| HopperItems::new(spec, variant.block_n as usize, multiprocessors));
+    if let Some((variant, items)) = together.zip(items) {
         push(variant, 0, items.count().min(multiprocessors), 0)?;
         let parts =
             KernelVariant { dims: variant.dims, block_m: variant.block_m, natural: false, ..generic(Pass::Parts) };
@@ -204,9 +208,9 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     }
     let all = Params::new(forward, &whole(spec), widths(forward, &generic(Pass::Rows)));
     let states = rows.saturating_mul(state_bytes(forward.numerics.accumulation.size_bytes()));
-    let hopper = together.filter(|_| !steps.is_empty()).map(|variant| {
+    let hopper = together.zip(items).filter(|_| !steps.is_empty()).map(|(variant, items)| {
         let workspace = HopperWorkspace::new(spec, states, 2 * variant.dq_columns() as usize);
-        let loaded = if variant.loads == Loads::Tma { loaded(spec) } else { [None; 5] };
+        let loaded = if variant.loads == Loads::Tma { loaded(spec, variant.block_n as usize) } else { [None; 5] };
         Box::new(HopperPass { items, workspace, loaded })
     });
     let workspace_bytes = hopper.as_ref().map_or(states, |hopper| hopper.workspace.bytes);

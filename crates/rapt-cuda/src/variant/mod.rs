@@ -392,6 +392,7 @@ impl KernelVariant {
             Algorithm::Backward(Pass::Rows | Pass::Sinks) => "backward_rows.cu",
             Algorithm::Backward(Pass::Parts) => "backward_parts.cu",
             Algorithm::Backward(_) => "backward.cu",
+            Algorithm::BackwardHopper if self.has_halves() => "backward_hopper_wide.cu",
             Algorithm::BackwardHopper => "backward_hopper.cu",
             Algorithm::BackwardMma(_) => "backward_mma.cu",
         }

@@ -2,7 +2,7 @@
 
 use rapt_core::{Arch, DType, ScaleLayout};
 
-use super::shared::{BACKWARD_HOPPER_STAGES, HOPPER_F32_STAGES};
+use super::shared::HOPPER_F32_STAGES;
 use super::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_columns};
 use crate::append::AppendParams;
 use crate::backward::{BackwardHopperParams, BackwardParams};
@@ -193,7 +193,11 @@ impl KernelVariant {
         options.define("BLOCK_M", self.block_m);
         options.define("BLOCK_N", self.block_n);
         options.define("DQ_COLUMNS", self.dq_columns());
-        options.define("Q_STAGES", BACKWARD_HOPPER_STAGES);
+        options.define("Q_STAGES", self.backward_q_stages());
+        options.define("D_O_STAGES", self.backward_d_o_stages());
+        if self.has_halves() {
+            options.define("DV_COLUMNS", self.half_columns().1);
+        }
         options.define("DQ_STAGES", self.backward_dq_stages());
         options.define("KV_STAGES", self.backward_kv_stages());
         options.define("MASK_BOXES", self.backward_mask_boxes());

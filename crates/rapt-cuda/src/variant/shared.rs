@@ -11,8 +11,6 @@ use crate::tensor_map::BOX_COLUMNS;
 
 /// Blocks of K, and of V, that hopper_f32.cu has in flight.
 pub(super) const HOPPER_F32_STAGES: u32 = 2;
-/// Tiles of queries that backward_hopper.cu has in flight: one is loaded while those of the tile at hand and of the one before are used.
-pub(super) const BACKWARD_HOPPER_STAGES: u32 = 3;
 /// Shared memory that hopper.cu may fill: 227 KiB.
 const RING_BYTES: u32 = 227 * 1024;
 
@@ -144,14 +142,42 @@ impl KernelVariant {
         pair(self, self.block_m) + self.stages * stage + (16 * own + 4 * is_again as u32).next_multiple_of(128)
     }
 
+    /// Whether the gradients of a head are backward_hopper_wide.cu's, whose groups sum half of the columns each.
+    pub(crate) const fn has_halves(&self) -> bool {
+        self.dims.0 > 2 * BOX_COLUMNS || self.dims.1 > 2 * BOX_COLUMNS
+    }
+
+    /// Columns of dk and dv of a group there: whole boxes.
+    pub(super) const fn half_columns(&self) -> (u32, u32) {
+        let (a, b) = (self.dims.0.div_ceil(2 * BOX_COLUMNS), self.dims.1.div_ceil(2 * BOX_COLUMNS));
+        (a * BOX_COLUMNS, b * BOX_COLUMNS)
+    }
+
     /// Columns of dq that a group of backward_hopper.cu computes, zeros among them.
     pub(crate) const fn dq_columns(&self) -> u32 {
-        if self.dims.0 > BOX_COLUMNS { BOX_COLUMNS } else { BOX_COLUMNS / 2 }
+        if self.has_halves() {
+            self.half_columns().0
+        } else if self.dims.0 > BOX_COLUMNS {
+            BOX_COLUMNS
+        } else {
+            BOX_COLUMNS / 2
+        }
     }
 
     /// Whether backward_hopper.cu has room for the keys and values of two items, and for parts of dq that wait for their turn.
     const fn is_roomy(&self) -> bool {
         self.dims.0 <= BOX_COLUMNS && self.dims.1 <= BOX_COLUMNS
+    }
+
+    /// Tiles of queries that backward_hopper.cu has in flight: one is loaded while those of the tile at hand and of the one before are used. In
+    /// backward_hopper_wide.cu there is none before.
+    pub(super) const fn backward_q_stages(&self) -> u32 {
+        if self.has_halves() { 2 } else { 3 }
+    }
+
+    /// Tiles of d_o there.
+    pub(super) const fn backward_d_o_stages(&self) -> u32 {
+        if self.has_halves() { 1 } else { 2 }
     }
 
     /// Keys and values of items that backward_hopper.cu has in flight.
@@ -161,7 +187,7 @@ impl KernelVariant {
 
     /// Boxes of 128 bytes of a tile's keys, of a mask there.
     pub(super) fn backward_mask_boxes(&self) -> u32 {
-        self.mask.map_or(0, |dtype| dtype.size_bytes() as u32)
+        self.mask.map_or(0, |dtype| (self.block_n * dtype.size_bytes() as u32).div_ceil(2 * BOX_COLUMNS))
     }
 
     /// Parts of dq of a group that wait for their turn there.
@@ -169,16 +195,22 @@ impl KernelVariant {
         if self.is_roomy() { 4 } else { 1 }
     }
 
-    /// K and V in stages, ds twice, parts of dq in stages, q in stages, d_o twice, what is known of queries, barriers and two items.
+    /// K and V in stages, weights, parts of dq in stages, q and d_o in stages, what is known of queries, barriers and two items.
     fn backward_hopper_bytes(&self) -> u32 {
-        let (boxes, boxes_v) = (self.dims.0.div_ceil(BOX_COLUMNS), self.dims.1.div_ceil(BOX_COLUMNS));
-        let (row, stages) = (2 * BOX_COLUMNS, BACKWARD_HOPPER_STAGES);
-        let of_keys = row * self.block_n * (self.backward_kv_stages() * (boxes + boxes_v) + 2);
-        let of_queries = row * self.block_m * (stages * boxes + 2 * boxes_v) + 2 * 4 * stages * self.block_m;
+        let has_halves = self.has_halves();
+        let boxes_of =
+            |dim: u32, half: u32| if has_halves { 2 * half / BOX_COLUMNS } else { dim.div_ceil(BOX_COLUMNS) };
+        let (half, half_v) = self.half_columns();
+        let (boxes, boxes_v) = (boxes_of(self.dims.0, half), boxes_of(self.dims.1, half_v));
+        let (row, stages, d_o_stages) = (2 * BOX_COLUMNS, self.backward_q_stages(), self.backward_d_o_stages());
+        let weights = if has_halves { 3 } else { 2 };
+        let of_keys = row * self.block_n * (self.backward_kv_stages() * (boxes + boxes_v) + weights);
+        let of_queries = row * self.block_m * (stages * boxes + d_o_stages * boxes_v) + 2 * 4 * stages * self.block_m;
         let of_mask = row * self.block_m * self.backward_mask_boxes() + if self.mask.is_some() { 2 * 8 } else { 0 };
-        let parts = self.backward_dq_stages() * 2 * 4 * self.block_m * self.dq_columns();
+        let piece = if has_halves { BOX_COLUMNS } else { self.dq_columns() };
+        let parts = self.backward_dq_stages() * 2 * 4 * self.block_m * piece;
         let barriers =
-            8 * (2 * stages + 2 * 2 + 3 * self.backward_kv_stages() + (4 + 2 * self.backward_dq_stages()) * 2);
+            8 * (2 * stages + 2 * d_o_stages + 3 * self.backward_kv_stages() + (4 + 2 * self.backward_dq_stages()) * 2);
         (of_keys + of_queries + of_mask + parts + barriers + 2 * 5 * 4).next_multiple_of(1024)
     }
 

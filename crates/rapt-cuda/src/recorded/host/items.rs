@@ -1,4 +1,4 @@
-//! The items of backward_hopper.cu, by the kernel's own source on this machine's processor: each tile of keys once, each tile of queries that sees it,
+//! The items of backward_hopper.cu and backward_hopper_wide.cu, by the kernels' own source on this machine's processor: each tile of keys once, each tile of queries that sees it,
 //! and turns that only wait for items taken before.
 
 use std::collections::{HashMap, HashSet};
@@ -9,14 +9,14 @@ use rapt_core::{BackwardSpec, Causal, GradientForms, Options, Tile};
 use rapt_testkit::Rng;
 
 use super::*;
-use crate::backward::{HOPPER_KEYS, HOPPER_ROWS, HopperItems};
+use crate::backward::{HOPPER_KEYS, HOPPER_ROWS, HOPPER_WIDE_KEYS, HopperItems};
 
-/// What the kernel's source says of items: a list of numbers for each.
-fn printed(items: &[HopperItems]) -> Vec<Vec<i64>> {
+/// What the kernels' source says of items of so many keys: a list of numbers for each.
+fn printed(items: &[HopperItems], keys: usize) -> Vec<Vec<i64>> {
     std::fs::create_dir_all(folder()).unwrap();
-    let (own, program) = (Path::new(env!("CARGO_MANIFEST_DIR")), folder().join("items"));
+    let (own, program) = (Path::new(env!("CARGO_MANIFEST_DIR")), folder().join(format!("items-{keys}")));
     let mut command = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()));
-    command.args(["-std=c++17", "-O1", "-w", &format!("-DBLOCK_M={HOPPER_ROWS}"), &format!("-DBLOCK_N={HOPPER_KEYS}")]);
+    command.args(["-std=c++17", "-O1", "-w", &format!("-DBLOCK_M={HOPPER_ROWS}"), &format!("-DBLOCK_N={keys}")]);
     command.arg("-I").arg(own.join("tests/host")).arg("-I").arg(own.join("kernels"));
     let output = command.arg(own.join("tests/host/items.cpp")).arg("-o").arg(&program).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -50,17 +50,17 @@ fn random_spec(rng: &mut Rng) -> BackwardSpec {
 }
 
 /// Takes the items of one request from `lines`, and holds them to what its positions say.
-fn judge(spec: &BackwardSpec, lines: &mut impl Iterator<Item = Vec<i64>>) {
+fn judge(spec: &BackwardSpec, of_item: usize, lines: &mut impl Iterator<Item = Vec<i64>>) {
     let forward = spec.forward();
     let (q_len, kv_len, range) = (forward.q_len(), forward.kv_len(), forward.block_range());
     let (mut taken, mut added) = (HashSet::new(), HashMap::new());
-    let (key_tiles, query_tiles) = (kv_len.div_ceil(HOPPER_KEYS), q_len.div_ceil(HOPPER_ROWS));
+    let (key_tiles, query_tiles) = (kv_len.div_ceil(of_item), q_len.div_ceil(HOPPER_ROWS));
     for _ in 0..forward.batch() * forward.num_kv_heads() * key_tiles {
         let line = lines.next().expect("an item");
         let [batch, head, tile, whole_from, whole_to] = line[..5] else { panic!("{line:?}") };
         assert!((batch as usize) < forward.batch() && (head as usize) < forward.num_kv_heads(), "{line:?}");
         assert!((tile as usize) < key_tiles && taken.insert((batch, head, tile)), "{line:?}");
-        let keys = tile as usize * HOPPER_KEYS..((tile as usize + 1) * HOPPER_KEYS).min(kv_len);
+        let keys = tile as usize * of_item..((tile as usize + 1) * of_item).min(kv_len);
         let mut seeing = HashSet::new();
         for of in line[5..].chunks(2) {
             let [i, turn] = of else { panic!("{line:?}") };
@@ -74,7 +74,7 @@ fn judge(spec: &BackwardSpec, lines: &mut impl Iterator<Item = Vec<i64>>) {
             let met = range.tile(rows.start, rows.end, keys.start, keys.end);
             assert!(met == Tile::Empty || seeing.contains(&i), "{line:?} leaves {i} out");
             if (whole_from..=whole_to).contains(&(i * HOPPER_ROWS as i64)) {
-                assert!(met == Tile::Full && rows.len() == HOPPER_ROWS && keys.len() == HOPPER_KEYS, "{i} of {line:?}");
+                assert!(met == Tile::Full && rows.len() == HOPPER_ROWS && keys.len() == of_item, "{i} of {line:?}");
             }
         }
     }
@@ -90,10 +90,13 @@ fn judge(spec: &BackwardSpec, lines: &mut impl Iterator<Item = Vec<i64>>) {
 fn items_wait_only_for_items_taken_before() {
     let mut rng = Rng::new(1);
     let specs: Vec<BackwardSpec> = (0..400).map(|_| random_spec(&mut rng)).collect();
-    let items: Vec<HopperItems> = specs.iter().map(|spec| HopperItems::new(spec, 1 + rng.below(140))).collect();
-    let mut lines = printed(&items).into_iter();
-    for spec in &specs {
-        judge(spec, &mut lines);
+    for keys in [HOPPER_KEYS, HOPPER_WIDE_KEYS] {
+        let items: Vec<HopperItems> =
+            specs.iter().map(|spec| HopperItems::new(spec, keys, 1 + rng.below(140))).collect();
+        let mut lines = printed(&items, keys).into_iter();
+        for spec in &specs {
+            judge(spec, keys, &mut lines);
+        }
+        assert_eq!(lines.next(), None);
     }
-    assert_eq!(lines.next(), None);
 }

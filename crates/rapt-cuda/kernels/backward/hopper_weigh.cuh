@@ -1,0 +1,125 @@
+// What becomes of scores between the products of backward_hopper.cu and backward_hopper_wide.cu, and what they write of keys. Rows of scores are keys, 16 of
+// a warp; columns are queries.
+
+#pragma once
+#include "backward/hopper_mask.cuh"
+#include "common/softmax.cuh"
+
+// This thread's first row of its group's keys.
+__device__ inline int key_of_thread() { return threadIdx.x % 128 / 32 * 16 + lane_row((int)threadIdx.x); }
+
+// Weights of pairs that positions leave out become 0: of a group's keys from one on, and queries from i0 on.
+template <int NT>
+__device__ inline void leave_out(Accumulator<NT>& p, const Params& q, int key, int i0) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int j = key + key_of_thread() + r * 8;
+        // Queries first..end see the key.
+        int first = max(0, j - q.hi_shift + 1), end = min(q.q_len, j - q.lo_shift + 1);
+        if (j >= q.kv_len) end = first;
+        first -= i0 + (int)lane_column(threadIdx.x), end -= i0 + (int)lane_column(threadIdx.x);
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (nt * 8 + e < first || nt * 8 + e >= end) p[nt][r * 2 + e] = 0;
+            }
+    }
+}
+
+// Numbers of this thread's queries of columns 8 * nt.. of scores.
+__device__ inline float2 of_queries(const float* numbers, int nt) { return *(const float2*)(numbers + nt * 8 + lane_column((int)threadIdx.x)); }
+
+// Scores become p.
+template <int NT>
+__device__ inline void exponentiate(Accumulator<NT>& s, float c, const float* lse, MaskColumns& mask) {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+        const float2 of = of_queries(lse, nt);
+        mask.load(nt);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            s[nt][r * 2] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2], c, -of.x), nt, r, 0));
+            s[nt][r * 2 + 1] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2 + 1], c, -of.y), nt, r, 1));
+        }
+    }
+}
+// ds, as an operand.
+template <int NT>
+__device__ inline void weigh(OperandA<NT / 2>& ds, const Accumulator<NT>& p, const Accumulator<NT>& dp, const float* delta) {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+        const float2 of = of_queries(delta, nt);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float low = p[nt][r * 2] * (dp[nt][r * 2] - of.x), high = p[nt][r * 2 + 1] * (dp[nt][r * 2 + 1] - of.y);
+            ds[operand_tile(nt)][operand_word(nt, r)] = pack(low, high);
+        }
+    }
+}
+// An operand to the columns from unit `first` on of a tile with the group's keys as rows.
+template <int KT>
+__device__ inline void put_weights(Elem* tile, int first, const OperandA<KT>& of) {
+    const int lane = threadIdx.x % 32;
+    const u32 row = shared_address(tile) + threadIdx.x % 128 / 32 * (16 * 128) + stmatrix_row(lane);
+#pragma unroll
+    for (int kt = 0; kt < KT; kt++) stmatrix(stmatrix_unit(row, lane, first + kt * 2, 0), of[kt][0], of[kt][1], of[kt][2], of[kt][3]);
+}
+
+// Rows of dk or dv from a group's first key on, and of so many columns.
+struct KeyRows {
+    Elem* first;
+    const i64 (&stride)[4];
+    int rows, dim;
+    bool wide;
+};
+__device__ inline KeyRows rows_of_keys(void* to, const i64 (&stride)[4], const Item& item, int j, int kv_len, int dim, bool wide) {
+    return {(Elem*)to + row_offset(stride, item.batch, item.kv_head, j), stride, kv_len - j, dim, wide};
+}
+// Sums of a group's keys to such rows: a warp's 16 through its rows of BOXES_AT_ONCE tiles at `tile`, which nobody reads any more.
+template <int BOXES_AT_ONCE, int TILES>
+__device__ inline void store_rows(Elem* tile, const Accumulator<TILES>& sums, const KeyRows& to, float factor) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, rows = min(16, to.rows - row), c = out_column(lane);
+    u8* const own = (u8*)tile + row * 128;
+    const u32 at = shared_address(own) + stmatrix_row(lane);
+    const auto word = [&](int nt, int r) { return pack(sums[nt][r * 2] * factor, sums[nt][r * 2 + 1] * factor); };
+    Elem* const from = to.first + row * to.stride[2];
+#pragma unroll
+    for (int begin = 0; begin < TILES; begin += 8 * BOXES_AT_ONCE) {
+        const int end = TILES < begin + 8 * BOXES_AT_ONCE ? TILES : begin + 8 * BOXES_AT_ONCE;
+        __syncwarp();
+#pragma unroll
+        for (int nt = begin; nt < end; nt += 2) {
+            const u32 unit = stmatrix_unit(at, lane, nt % 8, 0) + (nt - begin) / 8 * (K_BOX * 2);
+            stmatrix(unit, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1));
+        }
+        __syncwarp();
+#pragma unroll
+        for (int box = begin / 8; box < (end + 7) / 8; box++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int r = out_row(lane, i), first = box * BOX + c;
+                if (r >= rows || first >= to.dim) continue;
+                const uint4 x = *(const uint4*)(own + (box - begin / 8) * (K_BOX * 2) + swizzle_128b(r, c));
+                if (to.wide) {
+                    *(uint4*)(from + r * to.stride[2] + first) = x;
+                } else {
+                    const u32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                    for (int e = 0; e < 8; e++) {
+                        if (first + e < to.dim) from[r * to.stride[2] + (first + e) * to.stride[3]] = (Elem)(words[e / 2] >> e % 2 * 16);
+                    }
+                }
+            }
+    }
+}
+
+// Of keys that no query sees.
+__device__ inline void store_nothing(const BackwardParams& b, const Item& item) {
+    for (int at = threadIdx.x; at < BN * max(b.all.head_dim, b.all.head_dim_v); at += CONSUMERS) {
+        const int j = item.first() + at % BN, c = at / BN;
+        if (j >= b.all.kv_len) continue;
+        if (c < b.all.head_dim) ((Elem*)b.dk)[row_offset(b.dk_stride, item.batch, item.kv_head, j) + c * b.dk_stride[3]] = 0;
+        if (c < b.all.head_dim_v) ((Elem*)b.dv)[row_offset(b.dv_stride, item.batch, item.kv_head, j) + c * b.dv_stride[3]] = 0;
+    }
+}

@@ -1,0 +1,194 @@
+// Gradients of float16 and bfloat16 by wgmma as backward_hopper.cu has them, of heads with more than 128 columns, whose sums of 64 keys fill the registers of
+// two groups of warps.
+//
+//   items, producer and turns are those of backward_hopper.cu, of 64 keys a tile; q with lse and delta in 2 stages, d_o in one
+//   consumers (2 x 4 warps)    of scores half of the queries each, of sums half of the columns each; per tile of 64 queries, transposed
+//
+//     s = K @ q.T                            has been computed at the end of the tile before
+//     dp = V @ d_o.T                         under way
+//     p = exp2(s * c - lse + bias)           of pairs that are attended, else 0: to shared memory, for both groups
+//     dv += p @ d_o                          under way
+//     ds = p * (dp - delta)                  likewise
+//     dk += ds @ q, dq_part = ds.T @ K       under way
+//     s = K @ q.T                            of the next tile, under way behind them: dq_part to shared memory, 64 columns at a time
+//   hand over (a warp a group) as in backward_hopper.cu
+//
+// Where a row of scores is rounded, and how sums that are not finite are noted: as in backward_hopper.cu.
+
+#define WIDE 1
+#include "backward/hopper_weigh.cuh"
+#include "hopper/wgmma.cuh"
+
+// Columns of dk and of dv of a group, and queries of scores.
+constexpr int COLUMNS = BOXES / 2 * BOX, COLUMNS_V = V_BOXES / 2 * BOX, QUERIES = BM / 2;
+static_assert(COLUMNS == DQ_COLUMNS, "the host and backward_hopper_wide.cu disagree on columns of dq");
+constexpr int NT = QUERIES / 8, KT = BM / 16;
+
+DEFINE_WGMMA_QK(wgmma_scores, 32)
+DEFINE_WGMMA_KM(wgmma_dk, DQ_COLUMNS)
+DEFINE_WGMMA_KM(wgmma_dv, DV_COLUMNS)
+DEFINE_WGMMA_TT(wgmma_dq, DQ_COLUMNS)
+
+struct Consumer {
+    const BackwardHopperParams& h;
+    Shared& sh;
+    const int group;
+    Accumulator<COLUMNS / 8> dk;
+    Accumulator<COLUMNS_V / 8> dv;
+    u32 done = 0;  // tiles of queries
+    Place<KV_STAGES> kv;
+    Place<Q_STAGES> q;
+
+    // Rows of keys times this group's of a tile of queries, over WIDTH columns: s of K and q, dp of V and d_o.
+    template <int WIDTH>
+    __device__ void multiply_rows(Accumulator<NT>& x, const Elem* of_keys, const Elem* of_queries) const {
+        const u32 keys = tile_low(of_keys, 0), queries = tile_low(of_queries, 0) + group * (QUERIES * 128 / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < WIDTH; d += 16) {
+            const u32 within = d % BOX * 2 / 16;
+            wgmma_scores(x, keys + d / BOX * (K_BOX * 2 / 16) + within, queries + d / BOX * (Q_BOX * 2 / 16) + within, d > 0);
+        }
+        wgmma_commit();
+    }
+    __device__ void add_dv() {
+        const u32 p = tile_low(sh.ds[done % 2], 0), arriving = tile_low(sh.d_o[0], Q_BOX * 2) + group * (COLUMNS_V / BOX) * (Q_BOX * 2 / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int kt = 0; kt < KT; kt++) wgmma_dv(dv, p + kt * (16 * 2 / 16), arriving + kt * (16 * 128 / 16), 1);
+        wgmma_commit();
+    }
+    __device__ void add_dk() {
+        const u32 ds = tile_low(sh.ds[2], 0), queries = tile_low(sh.q[q.stage], Q_BOX * 2) + group * (COLUMNS / BOX) * (Q_BOX * 2 / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int kt = 0; kt < KT; kt++) wgmma_dk(dk, ds + kt * (16 * 2 / 16), queries + kt * (16 * 128 / 16), 1);
+        wgmma_commit();
+    }
+    __device__ void multiply_ds(Accumulator<DQ_COLUMNS / 8>& dq) const {
+        const u32 ds = tile_low(sh.ds[2], 0), keys = tile_low(sh.k[kv.stage], K_BOX * 2) + group * (COLUMNS / BOX) * (K_BOX * 2 / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int kt = 0; kt < BN / 16; kt++) wgmma_dq(dq, ds + kt * (16 * 128 / 16), keys + kt * (16 * 128 / 16), kt > 0);
+        wgmma_commit();
+    }
+
+    // The part of dq of the tile at hand.
+    __device__ void hand_over(const Accumulator<DQ_COLUMNS / 8>& dq) {
+#pragma unroll
+        for (int piece = 0; piece < DQ_PIECES; piece++) {
+            const u32 n = done * DQ_PIECES + piece, stage = n % DQ_STAGES;
+            float4* to = (float4*)sh.dq[group][stage] + threadIdx.x % 128;
+            mbarrier_wait(sh.dq_empty[group][stage], n / DQ_STAGES & 1 ^ 1);
+#pragma unroll
+            for (int nt = 0; nt < BOX / 8; nt++) {
+                const float(&x)[4] = dq[piece * (BOX / 8) + nt];
+                to[nt * 128] = {x[0], x[1], x[2], x[3]};
+            }
+            fence_proxy_async();
+            mbarrier_arrive(sh.dq_full[group][stage]);
+        }
+    }
+
+    __device__ void run() {
+        const BackwardParams& b = h.b;
+        const bool is_first = threadIdx.x % 32 == 0;
+        Accumulator<NT> s;
+#pragma unroll 1
+        for (u32 round = 0;; round++) {
+            mbarrier_wait(sh.item_full[round % 2], round / 2 & 1);
+            const Item item = as_uniform(sh.items[round % 2]);
+            if (item.tile < 0) break;
+            if (item.tiles == 0) {
+                mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
+                store_nothing(b, item);
+                continue;
+            }
+            mbarrier_wait(sh.k_full[kv.stage], kv.phase);
+            mbarrier_wait(sh.q_full[q.stage], q.phase);
+            multiply_rows<D>(s, sh.k[kv.stage], sh.q[q.stage]);
+            wgmma_wait<0>(s);
+            mbarrier_wait(sh.v_full[kv.stage], kv.phase);
+            const int whole_from = ::whole_from(h.items, item), whole_to = ::whole_to(h.items, item);
+            const int step = h.items.step, behind = item.first_tile + item.tiles * step;
+            int i = item.first_tile;
+            zero(dk), zero(dv);
+            MaskColumns mask(b.all, sh, 0, group * NT);
+#pragma unroll 1
+            for (int left = item.tiles * b.all.group; left > 0; left--, done++) {
+                const int i0 = i * BM;
+                i = i + step == behind ? item.first_tile : i + step;
+                Accumulator<NT> dp;
+                mbarrier_wait(sh.d_o_full[0], done & 1);
+                multiply_rows<DV>(dp, sh.v[kv.stage], sh.d_o[0]);
+#if MASK != NO_MASK
+                mbarrier_wait(sh.mask_full, done & 1);
+#endif
+                exponentiate(s, (float)b.all.scale * LOG2_E, sh.lse[q.stage] + group * QUERIES, mask);
+#if MASK != NO_MASK
+                __syncwarp();
+                mbarrier_arrive_if(sh.mask_empty, is_first);
+#endif
+                if (i0 < whole_from | i0 > whole_to) leave_out(s, b.all, item.first(), i0 + group * QUERIES);
+                OperandA<NT / 2> weights;
+                pack_weights<NT>(weights, s);
+                // Of the tile before the last, both groups have multiplied them.
+                put_weights(sh.ds[done % 2], group * NT, weights);
+                fence_proxy_async();
+                bar_sync(DS, CONSUMERS);
+                add_dv();
+                wgmma_wait<1>(dp);
+                weigh(weights, s, dp, sh.delta[q.stage] + group * QUERIES);
+                put_weights(sh.ds[2], group * NT, weights);
+                fence_proxy_async();
+                bar_sync(DS, CONSUMERS);
+                add_dk();
+                Accumulator<DQ_COLUMNS / 8> dq;
+                multiply_ds(dq);
+                const u32 at = q.stage;
+                q.advance();
+                if (left > 1) mbarrier_wait(sh.q_full[q.stage], q.phase);
+                // Of whatever lies there behind the last one.
+                multiply_rows<D>(s, sh.k[kv.stage], sh.q[q.stage]);
+                wgmma_wait<3>(dv);
+                mbarrier_arrive_if(sh.d_o_empty[0], is_first);
+                wgmma_wait<1>(dk);
+                wgmma_wait<1>(dq);
+                mbarrier_arrive_if(sh.q_empty[at], is_first);
+                hand_over(dq);
+                // Nothing is under way where the loop begins again (C7514).
+                wgmma_wait<0>(s);
+            }
+            mbarrier_arrive_if(sh.kv_empty[kv.stage], is_first);
+            kv.advance();
+            mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
+            // Rows of gradients go through tiles of weights, which the other group has multiplied too.
+            bar_sync(DS, CONSUMERS);
+            if (non_finite(dk) + non_finite(dv) != 0) note_odd(b, item.batch, item.kv_head);
+            const auto rows = [&](void* to, const i64(&stride)[4], int columns, int dim, bool wide) {
+                KeyRows of = rows_of_keys(to, stride, item, item.first(), b.all.kv_len, dim - group * columns, wide);
+                of.first += group * columns * stride[3];
+                return of;
+            };
+            store_rows<1>(sh.ds[group], dk, rows(b.dk, b.dk_stride, COLUMNS, b.all.head_dim, b.dk_wide), (float)b.all.scale);
+            store_rows<1>(sh.ds[group], dv, rows(b.dv, b.dv_stride, COLUMNS_V, b.all.head_dim_v, b.dv_wide), 1);
+            bar_sync(DS, CONSUMERS);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_constant__ BackwardHopperParams h) {
+    extern __shared__ __align__(1024) u8 memory[];
+    Shared& sh = *(Shared*)memory;
+    const int group = uniform(threadIdx.x / 128);
+    if (threadIdx.x == 0) init_barriers(sh);
+    __syncthreads();
+    if (group == 2) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        work_beside(h, sh);
+    } else {
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
+        Consumer consumer{h, sh, group};
+        consumer.run();
+    }
+}
