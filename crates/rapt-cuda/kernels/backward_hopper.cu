@@ -100,17 +100,6 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // The part of dq of the nth tile.
-    __device__ void hand_over(const Accumulator<DQ_COLUMNS / 8>& dq, u32 n) {
-        const u32 stage = n % DQ_STAGES;
-        float4* to = (float4*)sh.dq[group][stage] + threadIdx.x % 128;
-        mbarrier_wait(sh.dq_empty[group][stage], n / DQ_STAGES & 1 ^ 1);
-#pragma unroll
-        for (int nt = 0; nt < DQ_COLUMNS / 8; nt++) to[nt * 128] = {dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]};
-        fence_proxy_async();
-        mbarrier_arrive(sh.dq_full[group][stage]);
-    }
-
     __device__ void run() {
         const BackwardParams& b = h.b;
         const bool is_first = threadIdx.x % 32 == 0;
@@ -181,7 +170,7 @@ struct Consumer {
                 mbarrier_arrive_if(sh.d_o_empty[done % 2], is_first);
                 if (n > 0) {
                     mbarrier_arrive_if(sh.ds_empty[(done + 1) % 2], is_first);
-                    hand_over(dq, done - 1);
+                    hand_over(sh, group, dq, done - 1);
                 }
                 // Nothing is under way where the loop begins again: what is there is done one by one (C7514).
                 wgmma_wait<0>(s);
@@ -192,7 +181,7 @@ struct Consumer {
             multiply_ds(dq, done + 1);
             add_dk(done + 1, before, item.tiles * b.all.group > 1);
             wgmma_wait<1>(dq);
-            hand_over(dq, done - 1);
+            hand_over(sh, group, dq, done - 1);
             wgmma_wait<0>(dk);
             mbarrier_arrive_if(sh.q_empty[before], is_first);
             mbarrier_arrive_if(sh.kv_empty[kv.stage], is_first);
@@ -211,17 +200,5 @@ struct Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_constant__ BackwardHopperParams h) {
-    extern __shared__ __align__(1024) u8 memory[];
-    Shared& sh = *(Shared*)memory;
-    const int group = uniform(threadIdx.x / 128);
-    if (threadIdx.x == 0) init_barriers(sh);
-    __syncthreads();
-    if (group == 2) {
-        setmaxnreg_dec<PRODUCER_REGISTERS>();
-        work_beside(h, sh);
-    } else {
-        setmaxnreg_inc<CONSUMER_REGISTERS>();
-        Consumer consumer{h, sh, group};
-        consumer.run();
-    }
+    run_block<Consumer>(h);
 }

@@ -73,23 +73,6 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // The part of dq of the tile at hand.
-    __device__ void hand_over(const Accumulator<DQ_COLUMNS / 8>& dq) {
-#pragma unroll
-        for (int piece = 0; piece < DQ_PIECES; piece++) {
-            const u32 n = done * DQ_PIECES + piece, stage = n % DQ_STAGES;
-            float4* to = (float4*)sh.dq[group][stage] + threadIdx.x % 128;
-            mbarrier_wait(sh.dq_empty[group][stage], n / DQ_STAGES & 1 ^ 1);
-#pragma unroll
-            for (int nt = 0; nt < BOX / 8; nt++) {
-                const float(&x)[4] = dq[piece * (BOX / 8) + nt];
-                to[nt * 128] = {x[0], x[1], x[2], x[3]};
-            }
-            fence_proxy_async();
-            mbarrier_arrive(sh.dq_full[group][stage]);
-        }
-    }
-
     __device__ void run() {
         const BackwardParams& b = h.b;
         const bool is_first = threadIdx.x % 32 == 0;
@@ -155,7 +138,7 @@ struct Consumer {
                 wgmma_wait<1>(dk);
                 wgmma_wait<1>(dq);
                 mbarrier_arrive_if(sh.q_empty[at], is_first);
-                hand_over(dq);
+                hand_over(sh, group, dq, done);
                 // Nothing is under way where the loop begins again (C7514).
                 wgmma_wait<0>(s);
             }
@@ -178,17 +161,5 @@ struct Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_constant__ BackwardHopperParams h) {
-    extern __shared__ __align__(1024) u8 memory[];
-    Shared& sh = *(Shared*)memory;
-    const int group = uniform(threadIdx.x / 128);
-    if (threadIdx.x == 0) init_barriers(sh);
-    __syncthreads();
-    if (group == 2) {
-        setmaxnreg_dec<PRODUCER_REGISTERS>();
-        work_beside(h, sh);
-    } else {
-        setmaxnreg_inc<CONSUMER_REGISTERS>();
-        Consumer consumer{h, sh, group};
-        consumer.run();
-    }
+    run_block<Consumer>(h);
 }

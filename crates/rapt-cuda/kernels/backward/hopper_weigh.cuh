@@ -123,3 +123,39 @@ __device__ inline void store_nothing(const BackwardParams& b, const Item& item) 
         if (c < b.all.head_dim_v) ((Elem*)b.dv)[row_offset(b.dv_stride, item.batch, item.kv_head, j) + c * b.dv_stride[3]] = 0;
     }
 }
+
+// A group's part of dq of the nth tile, to those that add it in its turn: a piece at a time.
+__device__ inline void hand_over(Shared& sh, int group, const Accumulator<DQ_COLUMNS / 8>& dq, u32 tile) {
+    constexpr int TILES = DQ_COLUMNS / 8 / DQ_PIECES;
+#pragma unroll
+    for (int piece = 0; piece < DQ_PIECES; piece++) {
+        const u32 n = tile * DQ_PIECES + piece, stage = n % DQ_STAGES;
+        float4* to = (float4*)sh.dq[group][stage] + threadIdx.x % 128;
+        mbarrier_wait(sh.dq_empty[group][stage], n / DQ_STAGES & 1 ^ 1);
+#pragma unroll
+        for (int nt = 0; nt < TILES; nt++) {
+            const float(&x)[4] = dq[piece * TILES + nt];
+            to[nt * 128] = {x[0], x[1], x[2], x[3]};
+        }
+        fence_proxy_async();
+        mbarrier_arrive(sh.dq_full[group][stage]);
+    }
+}
+
+// A block: two groups that multiply, and the warps beside them.
+template <class Consumer>
+__device__ inline void run_block(const BackwardHopperParams& h) {
+    extern __shared__ __align__(1024) u8 memory[];
+    Shared& sh = *(Shared*)memory;
+    const int group = uniform(threadIdx.x / 128);
+    if (threadIdx.x == 0) init_barriers(sh);
+    __syncthreads();
+    if (group == 2) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        work_beside(h, sh);
+    } else {
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
+        Consumer consumer{h, sh, group};
+        consumer.run();
+    }
+}
