@@ -175,6 +175,8 @@ OPTIONS = {
     "values wider": {"q": (2, 4, 70, 40), "dim_v": 128},
     "96": {"q": (2, 4, 140, 96), "dim_v": 96},
     "128": {"q": (2, 4, 140, 128), "dim_v": 128},
+    "128, everything": {"q": (2, 4, 300, 128), "dim_v": 128, "kv_len": 333, "mask": "float32", "causal": "bottom_right", "window": (100, 0), "softcap": 2.0, "sinks": True, "alibi": True},
+    "127 and 101, mask": {"q": (2, 4, 300, 127), "dim_v": 101, "mask": "bool", "causal": "top_left"},
 }
 
 
@@ -243,7 +245,7 @@ def test_strides_change_no_bit_and_nothing_beside_a_gradient_is_written(zoo, dty
                     place[1](name)
 
 
-@pytest.mark.parametrize("dtype, dim", [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 64)], ids=str)
+@pytest.mark.parametrize("dtype, dim", [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 64), (torch.float32, 128)], ids=str)
 def test_bits_are_the_same_every_time_and_whatever_lies_beside(dtype, dim):
     case = dataclasses.replace(PLAIN, dtype=dtype, q=(3, 6, 300, dim), dim_v=dim, kv_len=333, causal="bottom_right", sinks=True)
     q, k, v, options, out, lse, d_o, d_lse = problem(case, d_lse=True)
@@ -257,20 +259,21 @@ def test_bits_are_the_same_every_time_and_whatever_lies_beside(dtype, dim):
 
 
 def rounded_alike(a, b):
-    return (a.double() - b.double()).norm() <= 2**-10 * b.double().norm()
+    return (a.double() - b.double()).norm() <= (2**-20 if a.dtype == torch.float32 else 2**-10) * b.double().norm()
 
 
 def test_a_nan_that_arrives_reaches_what_attended_it_and_nothing_else():
-    for dtype, dim in ((BF16, 64), (BF16, 128), (BF16, 256), (torch.float32, 40)):
+    for dtype, dim in ((BF16, 64), (BF16, 128), (BF16, 256), (torch.float32, 40), (torch.float32, 128)):
         case = dataclasses.replace(PLAIN, dtype=dtype, q=(1, 2, 150, dim), dim_v=dim, causal="top_left", kv_len=150)
         q, k, v, options, out, lse, d_o, _ = problem(case)
         clean = backward(d_o, q, k, v, out, lse, None, options)
         d_o[0, 1, 70, 3] = math.nan
         dq, dk, dv, *_ = backward(d_o, q, k, v, out, lse, None, options)
         rows = torch.arange(150, device="cuda")
-        # A head that NaN reached is computed again by backward_mma.cu, which rounds some weights the other way than wgmma's kernel did. Up to head dim
-        # 128 none of these problems has such a weight.
-        same = torch.equal if dim <= 128 or torch.cuda.get_device_capability() != (9, 0) else rounded_alike
+        # A head that NaN reached is computed again by backward_mma.cu, which has other products of float32, and rounds some weights of 16 bits the other way
+        # than wgmma's kernel did. Up to head dim 128 none of these problems has such a weight.
+        as_before = dtype != torch.float32 and dim <= 128 or torch.cuda.get_device_capability() != (9, 0)
+        same = torch.equal if as_before else rounded_alike
         assert dq[0, 1, 70].isnan().all() and same(dq[0, 1, rows != 70], clean[0][0, 1, rows != 70]) and torch.equal(dq[0, 0], clean[0][0, 0])
         for got, want in ((dk, clean[1]), (dv, clean[2])):
             hit = got[0, 1].isnan().any(-1)

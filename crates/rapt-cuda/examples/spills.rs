@@ -29,7 +29,7 @@ fn forms() -> Result<Vec<KernelVariant>, Box<dyn Error>> {
                     [(options, DType::BF16, 1024), (options, DType::BF16, 4096), (options, DType::F32, 4096)]
                 }) {
                     all.extend(variants(&spec(dtype, [8, len, len, head_dim], mask, options), &caps(Arch::Sm90a))?);
-                    if dtype == DType::BF16 && len == 1024 {
+                    if dtype == DType::F32 || len == 1024 {
                         let spec = backward_spec(dtype, [8, len, len, head_dim], mask, options);
                         all.extend(backward_variants(&spec, &caps(Arch::Sm90a))?);
                     }

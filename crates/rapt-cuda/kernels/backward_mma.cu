@@ -17,16 +17,13 @@
 // AGAIN: behind backward_hopper.cu few blocks compute the heads again that it has noted, of all blocks of a launch of its own.
 // Deliberately absent: gradients of masks and sinks (backward.cu, backward_rows.cu).
 
-#include "backward/sequences.cuh"
+#include "backward/pairs.cuh"
 #include "backward/products.cuh"
 
 #ifndef AGAIN
 #define AGAIN 0
 #endif
-#define KEYS 1
-#define QUERIES 2
-constexpr int THREADS = 128, BM = BLOCK_M, BN = BLOCK_N, FRAGMENTS = BM / 64, NT = BN / 8, KT = BN / 16;
-static_assert(BN % 16 == 0, "weights are operands of whole products");
+constexpr int THREADS = 128;
 
 // Rows of q and d_o, or of k and v. Swizzled tiles begin at lines of 128 bytes: `beyond` turns bits of addresses.
 template <int ROWS>
@@ -55,55 +52,6 @@ __device__ inline u32 block_at(const Shared& sh) {
     return blockIdx.x;
 #endif
 }
-
-// Which block of rows of a head a block has.
-struct Unit {
-    int matrix, at;
-    __device__ Unit(const BackwardParams& b, u32 block) {
-        const int unit = PASS == KEYS && SPLIT ? block / 2 : block;
-        matrix = unit / b.units, at = unit - matrix * b.units;
-        // Early keys are seen by the most queries under a causal mask, late queries see the most keys: they go first.
-        if (PASS == QUERIES) at = b.units - 1 - at;
-    }
-};
-struct Block {
-    int batch, head, kv_head;  // head: of QUERIES alone
-    OwnRows<BM, PASS == KEYS> own;
-    __device__ Block(const BackwardParams& b, u32 block) : Block(b, Unit(b, block)) {}
-    // The row of its own tensors that is its first.
-    __device__ int first_row() const { return (PASS == KEYS ? own.sequence.first_key() : own.sequence.first_query()) + own.first; }
-
-  private:
-    __device__ Block(const BackwardParams& b, const Unit& unit) : Block(b, unit, unit.matrix / (PASS == KEYS ? b.kv_heads : b.all.heads)) {}
-    __device__ Block(const BackwardParams& b, const Unit& unit, int batch) : batch(batch), own(b, batch, unit.at) {
-        const int of_batch = unit.matrix - batch * (PASS == KEYS ? b.kv_heads : b.all.heads);
-        head = PASS == KEYS ? 0 : of_batch, kv_head = PASS == KEYS ? of_batch : divide(of_batch, b.all.by_group);
-    }
-};
-
-// The streamed tiles of a block, one after another: of KEYS those of each head of the group in turn.
-struct Tiles {
-    int head, last_head, n0, lo, hi;
-    __device__ Tiles(const BackwardParams& b, const Block& block) {
-        const Params& p = b.all;
-        if (PASS == KEYS) {
-            const Seeing seeing(p, block.own.sequence, block.own.first, block.own.first + block.own.rows);
-            lo = seeing.lo / BN * BN, hi = seeing.hi, head = block.kv_head * p.group, last_head = head + p.group - 1;
-        } else {
-            const Seen seen(p, Task(block.batch, block.head, block.own.sequence), block.own.first, block.own.first + block.own.rows);
-            lo = seen.lo / BN * BN, hi = seen.hi, head = last_head = block.head;
-        }
-        n0 = lo;
-    }
-    __device__ bool has_any() const { return lo < hi; }
-    // Whether there is one more, which it is then.
-    __device__ bool next() {
-        n0 += BN;
-        if (n0 < hi) return true;
-        n0 = lo;
-        return head++ < last_head;
-    }
-};
 
 template <int ROWS>
 __device__ inline void load_queries(const BackwardParams& b, Pair<ROWS>& to, const Block& block, int head, int i0) {
@@ -145,159 +93,15 @@ __device__ inline void load_stage(const BackwardParams& b, Stage& to, const Bloc
     cp_async_commit();
 }
 
-// A query as its pairs need it; `diagonal` is the key of slope 0.
-struct Query {
-    RowState state;
-    float slope;
-    int diagonal;
-    i64 mask_row;
-    __device__ Query(const Params& p, const Block& block, const RowState& state, int head, int i) : state(state) {
-        slope = NATURAL ? slope_of(p, head) : 0.f, diagonal = i + p.diagonal - block.own.sequence.lag(p);
-        mask_row = MASK == NO_MASK ? 0 : offset_of(p.mask_stride, block.batch, head) + min(i, p.q_len - 1) * p.mask_stride[2];
-    }
-};
-
-// Which weights of a tile are kept: bit (mt*NT + nt)*4 + e for element e of tile nt of fragment mt. `warp_row`: the warp's first own row of the
-// block's.
-__device__ inline u32 kept_weights(const Params& p, const Block& block, const Tiles& tiles, int warp_row) {
-#if DROPOUT
-    const Task task(block.batch, tiles.head, block.own.sequence);
-    const DroppingHead head(p.dropping, task.dropping_batch(), task.head);
-    const int own0 = block.own.first + warp_row, n0 = tiles.n0;
-    static_assert(FRAGMENTS * NT * 4 <= 32, "a word has a bit for each");
-    const int g = lane_row((int)threadIdx.x), t = threadIdx.x % 4, odd = g % 2;
-    u32 kept = 0, beside = 0;
-#pragma unroll
-    for (int mt = 0; mt < FRAGMENTS; mt++) {
-#if PASS == QUERIES
-#pragma unroll
-        for (int pair = 0; pair < NT / 2; pair++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const PhiloxBlock of = head.block(own0 + mt * 16 + h * 8 + g, n0 / 4 + pair * 4 + t);
-#pragma unroll
-                for (int n = 0; n < 4; n++) {
-                    if (head.keeps(of.word[n])) kept |= 1u << ((mt * NT + pair * 2 + n / 2) * 4 + h * 2 + n % 2);
-                }
-            }
-#else
-        // A block is of two keys of this lane and of two of the lane whose key is beside: each finds those of every other query for both.
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-            const PhiloxBlock of = head.block(n0 + nt * 8 + t * 2 + odd, (own0 / 16 + mt) * 4 + g / 2);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const u32 bit = 1u << ((mt * NT + nt) * 4 + h * 2) << odd;
-                if (head.keeps(odd ? of.word[h * 2 + 1] : of.word[h * 2])) kept |= bit;
-                if (head.keeps(odd ? of.word[h * 2] : of.word[h * 2 + 1])) beside |= bit;
-            }
-        }
-#endif
-    }
-    return PASS == KEYS ? kept | __shfl_xor_sync(~0u, beside, 4) : kept;
-#else
-    return ~0u;
-#endif
-}
-
-// x = q.k and dp = d_o.v become p and ds, of a pair that positions do not leave out. p is scaled with the sums that it becomes.
-template <bool CAREFUL>
-__device__ inline void weigh(const Params& p, const Query& query, int j, float& x, float& dp, bool kept) {
-    bool masked = CAREFUL && is_dead(query.state);
-    float bias = 0;
-    if (MASK != NO_MASK && !masked && j < p.kv_len) masked = is_masked(p, query.mask_row, j, bias);
-    float below, rises = 1;
-    if (NATURAL) {
-        const Score score(p, x, query.slope, query.diagonal - j, bias);
-        below = score.s - query.state.top, rises = score.rises;
-    } else {
-        below = __fmaf_rn(x, (float)p.scale, -query.state.top);
-    }
-    const float weight = exp2_approx(__fmaf_rn(below, LOG2_E, -query.state.log2_sum));
-    if (DROPOUT) dp *= kept ? (float)p.dropping.scale : 0.f;
-    float ds = weight * (dp - query.state.delta);
-    if (NATURAL) ds *= rises;
-    x = masked ? CAREFUL ? MASKED : 0.f : DROPOUT ? weight * (kept ? 1.f : 0.f) : weight;
-    dp = masked ? CAREFUL ? MASKED : 0.f : CAREFUL ? ds + 0.f : ds;
-}
-
-// The keys that a query sees by its position: none of a row that there is not.
-struct SeenKeys {
-    int lo, hi;
-    __device__ SeenKeys(const Params& p, const Sequence& of, int i) {
-        lo = keys_lo(p, of, i), hi = i < of.q_len(p) ? keys_hi(p, of, i) : 0;
-    }
-    // Weights of key j, if it is left out.
-    template <bool CAREFUL>
-    __device__ void leave_out(int j, float& weight, float& ds) const {
-        if (j < lo || j >= hi) weight = ds = CAREFUL ? MASKED : 0.f;
-    }
-};
-
-template <int WIDTH>
-struct Sums {
-    Accumulator<WIDTH / 8> of[FRAGMENTS];
-    __device__ void clear() {
-#pragma unroll
-        for (int mt = 0; mt < FRAGMENTS; mt++) zero(of[mt]);
-    }
-    __device__ bool has_non_finite() const {
-        float any = 0;
-#pragma unroll
-        for (int mt = 0; mt < FRAGMENTS; mt++) any += non_finite(of[mt]);
-        return any != 0;
-    }
-    // Rows of a gradient from row `first` on, of which there are `rows`.
-    __device__ void store(void* to, const i64 (&stride)[4], i64 at, int rows, int dim, bool pairs, float factor) const {
-        if (to == nullptr) return;
-        const int warp_row = threadIdx.x / 32 * 16 * FRAGMENTS + lane_row((int)threadIdx.x);
-#pragma unroll
-        for (int mt = 0; mt < FRAGMENTS; mt++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int r = warp_row + mt * 16 + h * 8;
-                if (r >= rows) continue;
-                Elem* row = (Elem*)to + at + r * stride[2];
-#pragma unroll
-                for (int nt = 0; nt < WIDTH / 8; nt++) {
-                    const int c = nt * 8 + lane_column((int)threadIdx.x);
-#if STORAGE == F32
-                    const float2 pair = {of[mt][nt][h * 2] * factor, of[mt][nt][h * 2 + 1] * factor};
-                    if (pairs) {
-                        if (c < dim) *(float2*)(row + c) = pair;
-                    } else {
-                        if (c < dim) row[c * stride[3]] = pair.x;
-                        if (c + 1 < dim) row[(c + 1) * stride[3]] = pair.y;
-                    }
-#else
-                    const u32 pair = pack(of[mt][nt][h * 2] * factor, of[mt][nt][h * 2 + 1] * factor);
-                    if (pairs) {
-                        if (c < dim) *(u32*)(row + c) = pair;
-                    } else {
-                        if (c < dim) row[c * stride[3]] = (Elem)pair;
-                        if (c + 1 < dim) row[(c + 1) * stride[3]] = (Elem)(pair >> 16);
-                    }
-#endif
-                }
-            }
-    }
-};
-// Of sums that a block does not have.
-struct NoSums {
-    __device__ void clear() {}
-    __device__ bool has_non_finite() const { return false; }
-};
-
 // The sums of a block: `by_ds` with streamed rows of q or k, `by_p` with those of d_o; false if one is not finite (never if CAREFUL).
 template <bool CAREFUL, class ByDs, class ByP>
 __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, ByP& by_p) {
     constexpr bool HAS_DS = !is_same<ByDs, NoSums>, HAS_P = !is_same<ByP, NoSums>;
     const Params& p = b.all;
     const Block block(b, block_at(sh));
-    const Sequence& sequence = block.own.sequence;
     const int first = block.own.first;
     Tiles tiles(b, block);
-    const int warp_row = threadIdx.x / 32 * 16 * FRAGMENTS;
+    const int warp_row = first_own_row();
     by_ds.clear(), by_p.clear();
     if (PASS == KEYS) {
         load_keys<BM>(b, sh.own, block, first);
@@ -328,52 +132,7 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
         else
 #pragma unroll
             for (int mt = 0; mt < FRAGMENTS; mt++) zero(dp[mt]);
-        const int own_row = warp_row + lane_row((int)threadIdx.x), streamed_row = lane_column((int)threadIdx.x);
-        const u32 kept = kept_weights(p, block, tiles, warp_row);
-        if (PASS == KEYS) {
-#pragma unroll
-            for (int column = 0; column < NT * 2; column++) {
-                const int nt = column / 2, e = column % 2, r = nt * 8 + streamed_row + e;
-                const Query query(p, block, now.states[r], tiles.head, tiles.n0 + r);
-#pragma unroll
-                for (int row = 0; row < FRAGMENTS * 2; row++) {
-                    const int mt = row / 2, at = row % 2 * 2 + e;
-                    const bool is_kept = kept >> ((mt * NT + nt) * 4 + at) & 1;
-                    weigh<CAREFUL>(p, query, first + own_row + row * 8, s[mt][nt][at], dp[mt][nt][at], is_kept);
-                }
-            }
-        } else {
-#pragma unroll
-            for (int row = 0; row < FRAGMENTS * 2; row++) {
-                const Query query(p, block, sh.states[own_row + row * 8], block.head, first + own_row + row * 8);
-#pragma unroll
-                for (int column = 0; column < NT * 2; column++) {
-                    const int mt = row / 2, nt = column / 2, at = row % 2 * 2 + column % 2;
-                    const bool is_kept = kept >> ((mt * NT + nt) * 4 + at) & 1;
-                    weigh<CAREFUL>(p, query, tiles.n0 + nt * 8 + streamed_row + column % 2, s[mt][nt][at], dp[mt][nt][at], is_kept);
-                }
-            }
-        }
-        // Whether some pair of the tile is left out by its position.
-        bool positions;
-        if (PASS == KEYS) {
-            const int q_len = sequence.q_len(p), end = min(tiles.n0 + BN, q_len);
-            positions = keys_lo(p, sequence, end - 1) > first || keys_hi(p, sequence, tiles.n0) < first + BM || tiles.n0 + BN > q_len;
-        } else {
-            const Seen seen(p, Task(block.batch, block.head, sequence), first, first + block.own.rows);
-            positions = tiles.n0 < seen.all_lo || tiles.n0 + BN > seen.all_hi;
-        }
-        if (positions) {
-#pragma unroll
-            for (int streamed = 0; streamed < NT * 2; streamed++)
-#pragma unroll
-                for (int own = 0; own < FRAGMENTS * 2; own++) {
-                    const int mt = own / 2, nt = streamed / 2, at = own % 2 * 2 + streamed % 2;
-                    const int row = first + own_row + own * 8, column = tiles.n0 + nt * 8 + streamed_row + streamed % 2;
-                    const SeenKeys seen(p, sequence, PASS == KEYS ? column : row);
-                    seen.leave_out<CAREFUL>(PASS == KEYS ? row : column, s[mt][nt][at], dp[mt][nt][at]);
-                }
-        }
+        weigh_tile<CAREFUL>(p, block, tiles, s, dp, [&](int r) -> const RowState& { return PASS == KEYS ? now.states[r] : sh.states[r]; });
         if constexpr (CAREFUL) {
             if constexpr (HAS_DS) add_non_finite<D, FRAGMENTS, NT>(by_ds.of, dp, now.rows.a);
             if constexpr (HAS_P) add_non_finite<DV, FRAGMENTS, NT>(by_p.of, s, now.rows.b);
@@ -390,38 +149,20 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
     return CAREFUL || !__syncthreads_or(by_ds.has_non_finite() || by_p.has_non_finite());
 }
 
-// Rows of the gradients.
-template <class ByDs, class ByP>
-__device__ inline void store(const BackwardParams& b, const Shared& sh, const ByDs& by_ds, const ByP& by_p) {
-    const Params& p = b.all;
-    const Block block(b, block_at(sh));
-    const float scale = (float)p.scale;
-    const auto at = [&](const i64 (&stride)[4]) {
-        return row_offset(stride, block.batch, PASS == KEYS ? block.kv_head : block.head, block.first_row());
-    };
-    if constexpr (PASS == QUERIES) {
-        by_ds.store(b.dq, b.dq_stride, at(b.dq_stride), block.own.rows, p.head_dim, b.dq_pairs, scale);
-    } else {
-        if constexpr (!is_same<ByDs, NoSums>) by_ds.store(b.dk, b.dk_stride, at(b.dk_stride), block.own.rows, p.head_dim, b.dk_pairs, scale);
-        const float of_p = DROPOUT ? (float)p.dropping.scale : 1.f;
-        if constexpr (!is_same<ByP, NoSums>) by_p.store(b.dv, b.dv_stride, at(b.dv_stride), block.own.rows, p.head_dim_v, b.dv_pairs, of_p);
-    }
-}
-
 // Rare: its code is apart.
 template <class ByDs, class ByP>
 __device__ __noinline__ void run_carefully(const BackwardParams& b, Shared& sh) {
     ByDs by_ds;
     ByP by_p;
     attend<true>(b, sh, by_ds, by_p);
-    store(b, sh, by_ds, by_p);
+    store(b, Block(b, block_at(sh)), by_ds, by_p);
 }
 
 template <class ByDs, class ByP>
 __device__ inline void run(const BackwardParams& b, Shared& sh) {
     ByDs by_ds;
     ByP by_p;
-    if (attend<false>(b, sh, by_ds, by_p)) store(b, sh, by_ds, by_p);
+    if (attend<false>(b, sh, by_ds, by_p)) store(b, Block(b, block_at(sh)), by_ds, by_p);
     else run_carefully<ByDs, ByP>(b, sh);
 }
 

@@ -1,12 +1,7 @@
-// Float32 attention on the tensor cores of compute capability 9.0: each number as two f16 under a power of two, three products
-// for one.
+// Float32 attention on the tensor cores of compute capability 9.0, by two f16 for each number (hopper/halves.cuh).
 //
-//   x*up = hi + lo           up = 2^e brings the largest of a row of q, k or v into [2^14, 2^15)
-//   a.b = (hi.hi + hi.lo + lo.hi) / (up_a up_b)
-//
-// hi and lo hold 22 bits of what lies within 2^18 of its row's largest, and every other number to 2^-40 of that largest; lo.lo
-// lies below both. A key's power for v goes into its weights p, and the largest of these is computed again in every block of keys,
-// per query, among the keys that it attends: what nobody attends scales nothing.
+// A row of q, k or v has a power of its own. A key's power for v goes into its weights p, and the largest of these is computed again in every
+// block of keys, per query, among the keys that it attends: what nobody attends scales nothing.
 //
 //   warpgroup 0, 3   K and V: from memory, through registers, split into the swizzle_128b tiles of a ring of STAGES
 //   warpgroup 1, 2   64 queries each: s = q.K, softmax, part = p.V by wgmma; acc_o = acc_o*factor + part
@@ -17,7 +12,6 @@
 // Values that nobody attends: as in common/softmax.cuh. A block with a sum that is not finite runs again; numbers of q, k and v that are
 // not finite are read as 0 then, the scores that they belong to are computed one by one, and what they add to the sums of the
 // rows that attend them is added apart. Finite sums have the same bits both ways.
-// Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for two halves and the sum outside.
 // Rows that lie in pages are looked up a quarter of a block ahead; those of a page that does not exist are NaN.
 // Deliberately absent: splitting of the keys, head dims above 128.
 
@@ -26,15 +20,14 @@
 #include "common/softmax.cuh"
 #include "common/tile.cuh"
 #include "common/epilogue.cuh"
+#include "hopper/halves.cuh"
 #include "hopper/tma.cuh"
-#include "hopper/wgmma.cuh"
 
 DEFINE_WGMMA_QK(wgmma_qk, BLOCK_N)
 DEFINE_WGMMA_PV(wgmma_pv, HEAD_DIM_V)
 
 constexpr int BM = BLOCK_M, BN = BLOCK_N, NT = BN / 8, KT = BN / 16, VT = DV / 8, THREADS = 512;
 constexpr int K_BOXES = (D + BOX - 1) / BOX, V_BOXES = (DV + BOX - 1) / BOX;
-constexpr int BOX_BYTES = 64 * BOX * 2;  // 64 rows
 static_assert(BM == 128 && BN == 64, "two warpgroups of 64 queries, blocks of 64 keys");
 
 struct Shared {
@@ -46,97 +39,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and hopper_f32.cu disagree on shared memory");
 
-// --- one number as two -----------------------------------------------------------------------------------------------------
-
-__device__ inline void split(float x, float y, u32& hi, u32& lo) {
-    hi = pack(x, y);
-    lo = pack(x - f16_to_float((u16)hi), y - f16_to_float((u16)(hi >> 16)));
-}
-// The power of two that brings a number of these bits into [2^14, 2^15), and its inverse.
-__device__ inline void find_scale(u32 bits, float& up, float& down) {
-    const int e = max((int)(bits >> 23), 15);
-    up = __int_as_float((268 - e) << 23), down = __int_as_float((e - 14) << 23);
-}
-__device__ inline u32 finite_magnitude(float x) {
-    const u32 bits = __float_as_uint(x) & 0x7fffffffu;
-    return bits < 0x7f800000u ? bits : 0;
-}
-
-// A quarter of 64 rows, in the registers of 128 threads: 8 lanes a row, 4 rows a warp, such that 16 lanes that store together
-// use no bank twice.
-template <int BOXES>
-struct Quarter {
-    float4 x[2 * BOXES];
-
-    // This thread's row of quarter 0; quarter n lies `ahead(n)` rows further on.
-    __device__ static int first_row(int lane) { return lane / 32 * 16 + lane / 8 % 2 * 4 + lane / 16 % 2; }
-    __device__ static int ahead(int n) { return n / 2 * 8 + n % 2 * 2; }
-
-    __device__ void load(const float* from, bool inside, i64 step, int dim, int lane) {
-#pragma unroll
-        for (int i = 0; i < 2 * BOXES; i++) {
-            const int c = (lane % 8 + i * 8) * 4;
-            x[i].x = x[i].y = x[i].z = x[i].w = 0;
-            if constexpr (VECTOR) {
-                if (inside && c < dim) x[i] = *(const float4*)(from + c);
-            } else {
-                if (inside && c < dim) x[i].x = from[c * step];
-                if (inside && c + 1 < dim) x[i].y = from[(c + 1) * step];
-                if (inside && c + 2 < dim) x[i].z = from[(c + 2) * step];
-                if (inside && c + 3 < dim) x[i].w = from[(c + 3) * step];
-            }
-        }
-    }
-
-#if PAGED
-    // NaN in place of what does not exist.
-    __device__ void spoil(int dim, int lane) {
-#pragma unroll
-        for (int i = 0; i < 8 * BOXES; i++) {
-            if ((lane % 8 + i / 4 * 8) * 4 + i % 4 < dim) ((float*)x)[i] = not_a_number();
-        }
-    }
-#endif
-
-    // Splits it into two tiles. If `careful`, what is not finite becomes 0, and a bit is answered for each such row of the
-    // warp's 16.
-    __device__ u32 store(bool careful, u8 (&tiles)[2][BOXES][BOX_BYTES], float* down, int lane, int n) {
-        const int row = first_row(lane);
-        u32 odd = 0, top = 0;
-        if (careful) {
-            bool is_odd = false;
-#pragma unroll
-            for (int i = 0; i < 8 * BOXES; i++) {
-                float& each = ((float*)x)[i];
-                if (!is_finite(each)) each = 0, is_odd = true;
-            }
-            const u32 lanes = __ballot_sync(~0u, is_odd);
-            for (int group = 0; group < 4; group++) {
-                if (lanes >> group * 8 & 0xff) odd |= 1u << (ahead(n) + group % 2 * 4 + group / 2);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 8 * BOXES; i++) top = max(top, finite_magnitude(((const float*)x)[i]));
-#pragma unroll
-        for (int step = 1; step < 8; step *= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
-        float up, one_down;
-        find_scale(top, up, one_down);
-        down[row + ahead(n)] = one_down;  // of all 8 lanes: a warp that parts here has no uniform registers from then on
-        // swizzle_128b(row + ahead(n), c), whose parts do not carry into one another.
-        const u32 at = swizzle_128b(row, lane % 8 * 4);
-#pragma unroll
-        for (int i = 0; i < 2 * BOXES; i++) {
-            const u32 to = (at ^ i % 2 * 64 ^ n % 2 * 32) + ahead(n) * 128;
-            uint2 hi, lo;
-            split(x[i].x * up, x[i].y * up, hi.x, lo.x);
-            split(x[i].z * up, x[i].w * up, hi.y, lo.y);
-            *(uint2*)(tiles[0][i / 2] + to) = hi;
-            *(uint2*)(tiles[1][i / 2] + to) = lo;
-        }
-        return odd;
-    }
-};
-
 // --- loading ---------------------------------------------------------------------------------------------------------------
 
 struct Place : RowBlock<BM> {
@@ -144,14 +46,6 @@ struct Place : RowBlock<BM> {
     // What this block computes, read again wherever it is needed.
     __device__ static Place here(const Params& p) { return Place(p, opaque(blockIdx.x)); }
     __device__ Seen seen(const Params& p) const { return Seen(p, task, r0, r0 + min(BM, task.rows(p) - r0)); }
-};
-
-// A place in the ring, and the parity of its barriers' phase.
-struct Ring {
-    u32 at = 0, phase = 0;
-    __device__ void next() {
-        if (++at == STAGES) at = 0, phase ^= 1;
-    }
 };
 
 __device__ inline const float* head_of(const void* base, const i64 (&stride)[4], const Params& p, const Task& task) {
@@ -190,7 +84,7 @@ struct Blocks {
 // The keys' (or values') rows, two quarters of a block under way while a third is split.
 template <int BOXES>
 __device__ inline void load_blocks(
-    bool careful, const Params& p, const Sequence& of, const Seen& seen, Ring& ring, const Operand& operand,
+    bool careful, const Params& p, const Sequence& of, const Seen& seen, Ring<STAGES>& ring, const Operand& operand,
     const Blocks<BOXES>& blocks
 ) {
     const i64(&stride)[4] = operand.stride;
@@ -244,32 +138,6 @@ DEFINE_WGMMA_PV(multiply_box, 64)
 DEFINE_WGMMA_PV(multiply_last, LAST_COLUMNS)
 #endif
 
-// Weights of a block of keys as the product with v takes them: hi and lo, and 1 / up of a thread's two rows.
-struct Weights {
-    OperandA<KT> (&p)[2];
-    float (&down)[2];
-};
-
-// acc_o += part*down for tiles of columns from FIRST on; part = p.v, by `multiply`, is summed by itself. `hi` and `lo` are tiles of v.
-template <int FIRST, int TILES, class Multiply>
-__device__ inline void add_box(Accumulator<VT>& acc_o, const Weights& weights, const u8* hi, const u8* lo, Multiply multiply) {
-    Accumulator<TILES> part;
-    wgmma_fence();
-#pragma unroll
-    for (int product = 0; product < 3; product++) {  // the small ones first
-        const u32 tile = tile_low(product == 1 ? lo : hi, BOX_BYTES);
-#pragma unroll
-        for (int kt = 0; kt < KT; kt++) multiply(part, weights.p[product == 0][kt], tile + kt * 16 * BOX * 2 / 16, product + kt > 0);
-    }
-    wgmma_commit();
-    wgmma_wait<0>(part);
-#pragma unroll
-    for (int n = 0; n < TILES * 4; n++) {
-        float& sum = acc_o[FIRST + n / 4][n % 4];
-        sum = __fmaf_rn(part[n / 4][n % 4], weights.down[n / 2 % 2], sum);
-    }
-}
-
 // The sums of 64 rows: two rows a thread.
 struct RowSums {
     float row_max[2], row_sum[2];
@@ -305,7 +173,7 @@ __device__ inline void load_queries(bool careful, const Params& p, Shared& sh, c
 // Scores of keys and rows that hold what is not finite, as IEEE has them.
 template <class MakeQueries>
 __device__ inline void recompute_scores(
-    Accumulator<NT>& s, const Params& p, const Shared& sh, const Ring& ring, int n0, const bool (&q_odd)[2], MakeQueries queries
+    Accumulator<NT>& s, const Params& p, const Shared& sh, const Ring<STAGES>& ring, int n0, const bool (&q_odd)[2], MakeQueries queries
 ) {
     const int quad = lane_column(threadIdx.x % 128);
     const u64 k_odd = *(const u64*)sh.k_odd[ring.at];
@@ -336,7 +204,7 @@ __device__ inline void recompute_scores(
 
 // What values that are not finite add to the sums of the rows that attend them; they are 0 in the tile.
 __device__ inline void add_non_finite_values(
-    Accumulator<VT>& acc_o, const Accumulator<NT>& s, const Params& p, const Shared& sh, const Ring& ring, int n0
+    Accumulator<VT>& acc_o, const Accumulator<NT>& s, const Params& p, const Shared& sh, const Ring<STAGES>& ring, int n0
 ) {
     const int quad = lane_column(threadIdx.x % 128);
     const u64 v_odd = *(const u64*)sh.v_odd[ring.at];
@@ -375,13 +243,13 @@ __device__ inline void add_non_finite_values(
 }
 
 // Scores become p, and `weights` p times its key's power for v, split.
-__device__ inline void split_weights(
-    const Weights& weights, float (&row_sum)[2], Accumulator<NT>& s, float c, const float (&exponent_max)[2], const float (&factor)[2],
+__device__ inline void weigh_values(
+    const Weights<KT>& weights, float (&row_sum)[2], Accumulator<NT>& s, float c, const float (&exponent_max)[2], const float (&factor)[2],
     const float* v_downs
 ) {
     const int quad = lane_column(threadIdx.x % 128);
     u32 top[2] = {};
-    float sum[2] = {}, up[2];
+    float sum[2] = {};
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
         const float2 v_down = *(const float2*)(v_downs + nt * 8 + quad);
@@ -395,19 +263,8 @@ __device__ inline void split_weights(
         }
     }
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        row_sum[h] = __fmaf_rn(row_sum[h], factor[h], sum[h]);
-        top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 1));
-        top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 2));
-        find_scale(min(top[h], 0x7f7fffffu), up[h], weights.down[h]);
-    }
-#pragma unroll
-    for (int kt = 0; kt < KT; kt++)
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const float* pair = &s[kt * 2 + n / 2][n % 2 * 2];
-            split(pair[0] * up[n % 2], pair[1] * up[n % 2], weights.p[0][kt][n], weights.p[1][kt][n]);
-        }
+    for (int h = 0; h < 2; h++) row_sum[h] = __fmaf_rn(row_sum[h], factor[h], sum[h]);
+    split_weights(weights, s, top);
 }
 
 // By a warpgroup that multiplies:
@@ -420,7 +277,7 @@ __device__ inline void split_weights(
 //
 // Which warpgroup it is, its rows and their powers are computed again in each block of keys: kept, they
 // would take registers that the sums need.
-__device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring& ring, RowSums& sums) {
+__device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring<STAGES>& ring, RowSums& sums) {
     const auto group = [] { return uniform(reread_tid() / 128) - 1; };
     const Place place = Place::here(p);
     const int lane = threadIdx.x % 128, quad = lane_column(lane);
@@ -448,16 +305,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
         const int wg = group();
         mask.fetch(p, queries(), n0);
         mbarrier_wait(sh.k_full[ring.at], ring.phase);
-        wgmma_fence();
-#pragma unroll
-        for (int product = 0; product < 3; product++)  // the small ones first
-#pragma unroll
-            for (int d = 0; d < D; d += 16) {
-                const u32 at = (d / BOX * BOX_BYTES + d % BOX * 2) / 16;
-                const u32 a = tile_low(sh.q[wg][product == 0], 0), b = tile_low(sh.k[ring.at][product == 1], 0);
-                wgmma_qk(s[0], a + at, b + at, product + d > 0);
-            }
-        wgmma_commit();
+        multiply_halves<D>(s[0], sh.q[wg], sh.k[ring.at], wgmma_qk);
         wgmma_wait<0>(s[0]);
         const float* const first_down = sh.q_down[wg] + reread_tid() % 128 / 32 * 16 + lane_row(threadIdx.x);
         const float q_down[2] = {first_down[0], first_down[8]};
@@ -474,7 +322,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
         if (NATURAL || MASK != NO_MASK || positions) apply_scores<1, NT>(s, p, queries(), mask, n0, place.task.sequence.kv_len(p), positions);
 
         // The maximum is followed in every block of keys, by however little it rises, as in OnlineSoftmax at a slack of 0. Apart
-        // from it because row_sum takes the factor in `split_weights`, where that and the block's sum are rounded once.
+        // from it because row_sum takes the factor in `weigh_values`, where that and the block's sum are rounded once.
         float factor[2], exponent_max[1][2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -493,8 +341,8 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
         // No members of Weights: the compiler would give them other registers (NVRTC 13.2).
         OperandA<KT> p_split[2];
         float down[2];
-        const Weights weights{p_split, down};
-        split_weights(weights, sums.row_sum, s[0], c, exponent_max[0], factor, sh.v_down[ring.at]);
+        const Weights<KT> weights{p_split, down};
+        weigh_values(weights, sums.row_sum, s[0], c, exponent_max[0], factor, sh.v_down[ring.at]);
         u8(&v)[2][V_BOXES][BOX_BYTES] = sh.v[ring.at];
 #if HEAD_DIM_V > 64
         add_box<0, 8>(sums.acc_o, weights, v[0][0], v[1][0], multiply_box);
@@ -548,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         fence_mbarrier_init();
     }
     __syncthreads();
-    Ring ring;
+    Ring<STAGES> ring;
     const int group = uniform(threadIdx.x / 128);
     if (group == 0 || group == 3) {
         setmaxnreg_dec<LOADING_REGISTERS>();

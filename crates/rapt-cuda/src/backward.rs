@@ -159,20 +159,29 @@ impl BackwardHopperParams {
     }
 }
 
-/// Where the parts of the workspace lie behind the states of rows, of a plan with backward_hopper.cu.
+/// Where the parts of the workspace lie behind the states of rows, of a plan whose kernels note heads to be computed again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct HopperWorkspace {
-    log2_lse: usize,
-    dq_sums: usize,
+pub(crate) struct NotingWorkspace {
+    /// log2_lse and dq_sums, with backward_hopper.cu.
+    sums: Option<[usize; 2]>,
     zeroed: usize,
     zeroed_words: usize,
     padded_rows: usize,
     pub(crate) bytes: usize,
 }
 
-impl HopperWorkspace {
-    /// Behind `states` bytes; `columns` of dq in two halves.
-    pub(crate) fn new(spec: &BackwardSpec, states: usize, columns: usize) -> Self {
+impl NotingWorkspace {
+    /// Behind `states` bytes, for notes alone.
+    pub(crate) fn new(spec: &BackwardSpec, states: usize) -> Self {
+        let forward = spec.forward();
+        let zeroed_words = forward.batch().saturating_mul(forward.num_kv_heads()).saturating_add(2);
+        let zeroed = states.next_multiple_of(16);
+        let bytes = zeroed.saturating_add(zeroed_words.saturating_mul(4));
+        NotingWorkspace { sums: None, zeroed, zeroed_words, padded_rows: 0, bytes }
+    }
+
+    /// The same with sums of backward_hopper.cu; `columns` of dq in two halves.
+    pub(crate) fn with_sums(spec: &BackwardSpec, states: usize, columns: usize) -> Self {
         let forward = spec.forward();
         let matrices = forward.batch().saturating_mul(forward.num_q_heads());
         let tiles = forward.q_len().div_ceil(HOPPER_ROWS);
@@ -186,7 +195,7 @@ impl HopperWorkspace {
         let dq_sums = log2_lse.saturating_add(rows.saturating_mul(2 * 4));
         let zeroed = dq_sums.saturating_add(rows.saturating_mul(4 * columns));
         let bytes = zeroed.saturating_add(zeroed_words.saturating_mul(4));
-        HopperWorkspace { log2_lse, dq_sums, zeroed, zeroed_words, padded_rows, bytes }
+        NotingWorkspace { sums: Some([log2_lse, dq_sums]), zeroed, zeroed_words, padded_rows, bytes }
     }
 }
 
@@ -264,11 +273,12 @@ impl BackwardParams {
         BackwardParams { again: int(blocks), ..self }
     }
 
-    /// These parameters with a workspace at `workspace` that backward_hopper.cu has parts of.
-    pub(crate) fn with_hopper(self, of: &HopperWorkspace, workspace: usize) -> Self {
+    /// These parameters with a workspace at `workspace` in which heads are noted.
+    pub(crate) fn with_notes(self, of: &NotingWorkspace, workspace: usize) -> Self {
+        let [log2_lse, dq_sums] = of.sums.map_or([0; 2], |sums| sums.map(|at| workspace + at));
         BackwardParams {
-            log2_lse: workspace + of.log2_lse,
-            dq_sums: workspace + of.dq_sums,
+            log2_lse,
+            dq_sums,
             zeroed: workspace + of.zeroed,
             padded_rows: int(of.padded_rows),
             zeroed_words: int(of.zeroed_words),

@@ -514,6 +514,7 @@ impl LaunchPlan for CudaLaunch {
             | Algorithm::DeviationEnd
             | Algorithm::Backward(_)
             | Algorithm::BackwardMma(_)
+            | Algorithm::BackwardHalves(_)
             | Algorithm::BackwardHopper => "it serves every request".to_owned(),
         };
         let others = varlen.iter().flat_map(|varlen| &varlen.launches).map(|launch| launch.attend.step.variant);

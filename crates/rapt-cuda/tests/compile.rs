@@ -286,7 +286,14 @@ fn gradients() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
     hot.extend(of(Arch::Sm90a, DType::BF16, 64, Some(DType::Bool), &plain).into_iter().filter(is_together));
     hot.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::Bool), &plain).into_iter().filter(is_together));
     hot.extend(of(Arch::Sm90a, DType::BF16, 256, Some(DType::Bool), &plain).into_iter().filter(is_together));
+    // float32 by halves.
+    let is_by_halves = |variant: &KernelVariant| matches!(variant.algorithm, Algorithm::BackwardHalves(_));
+    for head_dim in [64, 128] {
+        hot.extend(of(Arch::Sm90a, DType::F32, head_dim, None, &plain).into_iter().filter(is_by_halves));
+    }
     // Four bytes.
+    all.extend(of(Arch::Sm90a, DType::F32, 128, Some(DType::Bool), &plain).into_iter().filter(is_by_halves));
+    all.extend(of(Arch::Sm90a, DType::F32, 128, None, &plain.with_dropout_p(0.1)).into_iter().filter(is_by_halves));
     all.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::BF16), &plain));
     all.extend(of(Arch::Sm90a, DType::F16, 127, Some(DType::F32), &capped));
     for dtype in [DType::F32, DType::F64] {
@@ -302,10 +309,11 @@ fn gradients_compile_and_the_hot_ones_do_not_spill() {
     let mut seen = HashSet::new();
     all.retain(|variant| seen.insert(*variant));
     if !std::env::var("RAPT_WHOLE").is_ok_and(|whole| whole == "1") {
-        // Rows, the three together and their parts of the first request, and the three together of wide heads.
-        let wide = all.iter().copied().find(|variant| variant.to_string().starts_with("backward_hopper_wide")).unwrap();
+        // Rows, the three together and their parts of the first request, the three together of wide heads, and a pass of float32.
+        let found = |name| all.iter().copied().find(|variant| variant.to_string().starts_with(name)).unwrap();
+        let others = ["backward_hopper_wide", "backward_halves queries float32 128/128"].map(found);
         all.truncate(3);
-        all.push(wide);
+        all.extend(others);
     }
     let Some(compiled) = compile(&all) else { return };
     for facts in compiled.unwrap_or_else(|error| panic!("{error}")) {

@@ -190,6 +190,7 @@ fn why(request: &Request, variant: &KernelVariant, work: Work) -> Vec<String> {
         | Algorithm::DeviationEnd
         | Algorithm::Backward(_)
         | Algorithm::BackwardMma(_)
+        | Algorithm::BackwardHalves(_)
         | Algorithm::BackwardHopper => {
             return vec!["it serves every request".to_owned()];
         }
@@ -235,7 +236,10 @@ fn judge_on_gpu(request: &Request, arch: Arch) -> Option<(Algorithm, Loads)> {
         | Algorithm::Varlen
         | Algorithm::Deviation
         | Algorithm::DeviationEnd => "generic",
-        Algorithm::Backward(_) | Algorithm::BackwardMma(_) | Algorithm::BackwardHopper => "backward",
+        Algorithm::Backward(_)
+        | Algorithm::BackwardMma(_)
+        | Algorithm::BackwardHalves(_)
+        | Algorithm::BackwardHopper => "backward",
     };
     assert_eq!(rows["kernel"], format!("{kernel} {} on {}", variant.storage, variant.arch.name()), "{request:?}");
     assert_eq!((variant.storage, variant.mask), (request.dtype, request.mask), "{request:?}");

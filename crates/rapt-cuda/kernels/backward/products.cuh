@@ -13,11 +13,6 @@
 #include "common/softmax.cuh"
 #include "common/tile.cuh"
 
-template <class A, class B>
-constexpr bool is_same = false;
-template <class A>
-constexpr bool is_same<A, A> = true;
-
 // 16-bit words of an element, of a row of q and k and of one of v and d_o, and from row to row.
 constexpr int WORDS = sizeof(Elem) / 2, D_WORDS = D * WORDS, DV_WORDS = DV * WORDS, A_ROW = row_of(D_WORDS), B_ROW = row_of(DV_WORDS);
 constexpr bool IS_F32 = STORAGE == F32;

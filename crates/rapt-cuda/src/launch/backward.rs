@@ -3,7 +3,8 @@
 //! ```text
 //! rows      delta of each row, and what its probabilities are recomputed from       into the workspace
 //! keys      dk and dv        queries   dq        mask   d_mask        sinks   d_sinks
-//! together  in place of keys and queries: dk, dv and parts of dq; then parts (dq), and both for heads that were noted
+//! together  in place of keys and queries: dk, dv and parts of dq; then parts (dq), and both for heads that were noted, which keys and queries
+//!           of float32 may have too
 //! ```
 //! Each writes what no other does, and reads what rows left. Deliberately absent: any choice, any allocation.
 
@@ -13,7 +14,7 @@ use rapt_core::{
 };
 
 use super::{Loaded, Step};
-use crate::backward::{BackwardHopperParams, BackwardParams, HopperItems, HopperWorkspace};
+use crate::backward::{BackwardHopperParams, BackwardParams, HopperItems, NotingWorkspace};
 use crate::driver::Driver;
 use crate::error::{CudaError, Result};
 use crate::tensor_map::{TensorMap, TmaTensor};
@@ -32,7 +33,6 @@ pub(crate) struct PassStep {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct HopperPass {
     pub(crate) items: HopperItems,
-    pub(crate) workspace: HopperWorkspace,
     /// q, k, v, d_o and the mask, those that TMA loads.
     pub(crate) loaded: [Option<TmaTensor>; 5],
 }
@@ -71,6 +71,8 @@ pub struct BackwardLaunch {
     pub(crate) steps: Vec<PassStep>,
     pub(crate) params: BackwardParams,
     pub(crate) hopper: Option<Box<HopperPass>>,
+    /// Where heads are noted that are computed again.
+    pub(crate) noting: Option<NotingWorkspace>,
     pub(crate) workspace_bytes: usize,
     pub(crate) cost: Cost,
     pub(crate) multiprocessors: u32,
@@ -126,8 +128,8 @@ impl BackwardLaunch {
         }
         let on = |error: CudaError| error.on(device);
         let mut params = self.params.at(operands, workspace.address);
-        if let Some(hopper) = &self.hopper {
-            params = params.with_hopper(&hopper.workspace, workspace.address);
+        if let Some(noting) = &self.noting {
+            params = params.with_notes(noting, workspace.address);
         }
         let with_function = |of: &PassStep| {
             let PassStep { step, units, again } = *of;
@@ -236,7 +238,9 @@ impl LaunchPlan for BackwardLaunch {
         self.steps.iter().map(part).collect()
     }
     fn why(&self, _: &Spec, _: &KernelKey) -> String {
-        let is_on_tensor_cores = |variant: &KernelVariant| matches!(variant.algorithm, Algorithm::BackwardMma(_));
+        let is_on_tensor_cores = |variant: &KernelVariant| {
+            matches!(variant.algorithm, Algorithm::BackwardMma(_) | Algorithm::BackwardHalves(_))
+        };
         if self.steps.is_empty() {
             "no gradient has an element: nothing is launched".to_owned()
         } else if self.hopper.is_some() {

@@ -1,7 +1,8 @@
 //! From a spec of gradients to what is launched for it.
 //!
 //! float16 and bfloat16 with head dims up to 256 on compute capability 9.0, of which dq, dk and dv are asked, with or without a mask of booleans or of 16 bits
-//! → backward_hopper.cu, or beyond 128 backward_hopper_wide.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
+//! → backward_hopper.cu, or beyond 128 backward_hopper_wide.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu, which on compute capability 9.0 leaves
+//! float32 to backward_halves.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
 //! head dims alone, and what fits a block: the bits of a gradient depend neither on the batch nor on strides.
 
 use rapt_core::{
@@ -13,7 +14,7 @@ use super::tensor_cores::{is_natural, mask_class, padded_dims, sequences};
 use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
 use crate::access::moves_by;
 use crate::backward::{
-    BackwardParams, HOPPER_KEYS, HOPPER_ROWS, HOPPER_WIDE_KEYS, HopperItems, HopperWorkspace, state_bytes,
+    BackwardParams, HOPPER_KEYS, HOPPER_ROWS, HOPPER_WIDE_KEYS, HopperItems, NotingWorkspace, state_bytes,
 };
 use crate::launch::Step;
 use crate::launch::backward::{BackwardLaunch, HopperPass, PassStep, WhyNoTensorCores};
@@ -29,6 +30,8 @@ const MMA_F32_DIM: usize = 128;
 /// Widest head of backward_hopper.cu, and of backward_hopper_wide.cu.
 const HOPPER_DIM: usize = 128;
 const HOPPER_WIDE_DIM: usize = 256;
+/// Own rows of a block of backward_halves.cu, and streamed rows of a tile.
+const HALVES_TILE: (u32, u32) = (128, 64);
 /// Rows of a block of backward_rows.cu.
 const ROWS_OF_BLOCK: usize = 64;
 /// Blocks to a multiprocessor that look for heads to be computed again.
@@ -77,6 +80,27 @@ fn mma(spec: &BackwardSpec, caps: &Caps, pass: Pass) -> KernelVariant {
     };
     let least = KernelVariant { block_n: 16, ..variant };
     if variant.shared_bytes() <= caps.shared_bytes { variant } else { least }
+}
+
+/// The variant of a pass of backward_halves.cu, where it serves the request.
+fn halves(spec: &BackwardSpec, caps: &Caps, pass: Pass) -> Option<KernelVariant> {
+    let forward = spec.forward();
+    let is_none = |n: usize| n == 0;
+    if caps.arch != Arch::Sm90a
+        || forward.numerics.storage != DType::F32
+        || on_tensor_cores(spec).is_err()
+        || [forward.q_len(), forward.kv_len(), forward.head_dim(), forward.head_dim_v()].into_iter().any(is_none)
+    {
+        return None;
+    }
+    let variant = KernelVariant {
+        algorithm: Algorithm::BackwardHalves(pass),
+        block_m: HALVES_TILE.0,
+        block_n: HALVES_TILE.1,
+        stages: 0,
+        ..mma(spec, caps, pass)
+    };
+    (variant.shared_bytes() <= caps.shared_bytes).then_some(variant)
 }
 
 /// The variant of backward_hopper.cu or backward_hopper_wide.cu, where one serves the request. Tensors that TMA does not load come element by element into the same tiles: bits
@@ -180,14 +204,22 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
             continue;
         }
         let variant = if why.is_none() { mma(spec, caps, pass) } else { generic(pass) };
-        let targets = if why.is_some() { chunks } else { 1 + usize::from(variant.is_split()) };
-        let units = match forward.varlen.as_deref() {
-            None => len.div_ceil(variant.block_m as usize),
-            // Of each sequence a block may have fewer rows; so may one before the first, and one behind the last (backward/sequences.cuh).
-            Some(of) => len / variant.block_m as usize + of.sequences() + 2,
+        let blocks_of = |variant: &KernelVariant| {
+            let targets = if why.is_some() { chunks } else { 1 + usize::from(variant.is_split()) };
+            let units = match forward.varlen.as_deref() {
+                None => len.div_ceil(variant.block_m as usize),
+                // Of each sequence a block may have fewer rows; so may one before the first, and one behind the last (backward/sequences.cuh).
+                Some(of) => len / variant.block_m as usize + of.sequences() + 2,
+            };
+            (units, product(&[forward.batch(), heads, units, targets]))
         };
-        let blocks = product(&[forward.batch(), heads, units, targets]);
-        if together.is_some() {
+        let (units, blocks) = blocks_of(&variant);
+        let by_halves = halves(spec, caps, pass);
+        if let Some(variant) = by_halves {
+            let (units, blocks) = blocks_of(&variant);
+            push(variant, units, blocks, 0)?;
+        }
+        if together.is_some() || by_halves.is_some() {
             let variant = KernelVariant { algorithm: Algorithm::BackwardMma(again), ..variant };
             push(variant, units, blocks.min(AGAIN_BLOCKS * multiprocessors), blocks)?;
         } else {
@@ -209,17 +241,22 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let all = Params::new(forward, &whole(spec), widths(forward, &generic(Pass::Rows)));
     let states = rows.saturating_mul(state_bytes(forward.numerics.accumulation.size_bytes()));
     let hopper = together.zip(items).filter(|_| !steps.is_empty()).map(|(variant, items)| {
-        let workspace = HopperWorkspace::new(spec, states, 2 * variant.dq_columns() as usize);
         let loaded = if variant.loads == Loads::Tma { loaded(spec, variant.block_n as usize) } else { [None; 5] };
-        Box::new(HopperPass { items, workspace, loaded })
+        Box::new(HopperPass { items, loaded })
     });
-    let workspace_bytes = hopper.as_ref().map_or(states, |hopper| hopper.workspace.bytes);
+    let is_noted = |of: &PassStep| of.again > 0;
+    let noting = together
+        .map(|variant| NotingWorkspace::with_sums(spec, states, 2 * variant.dq_columns() as usize))
+        .or_else(|| steps.iter().any(is_noted).then(|| NotingWorkspace::new(spec, states)))
+        .filter(|_| !steps.is_empty());
+    let workspace_bytes = noting.as_ref().map_or(states, |noting| noting.bytes);
     Ok(BackwardLaunch {
         workspace_bytes: if steps.is_empty() { 0 } else { workspace_bytes },
         steps,
         params: BackwardParams::new(spec, all),
         cost: cost_of(spec, caps, why.is_none(), hopper.is_some()),
         hopper,
+        noting,
         multiprocessors: caps.multiprocessors,
         why,
     })

@@ -50,6 +50,8 @@ pub enum Algorithm {
     Backward(Pass),
     /// A pass of gradients, on the tensor cores.
     BackwardMma(Pass),
+    /// Gradients of float32 by halves on compute capability 9.0.
+    BackwardHalves(Pass),
     /// dq, dk and dv together, by the instructions of compute capability 9.0.
     BackwardHopper,
 }
@@ -72,9 +74,9 @@ pub enum Pass {
     Together = 5,
     /// dq of the parts that [`Pass::Together`] leaves.
     Parts = 6,
-    /// dk and dv of the heads that [`Pass::Together`] has noted.
+    /// dk and dv of the heads that kernels before have noted.
     KeysAgain = 7,
-    /// dq of those.
+    /// dq of such heads.
     QueriesAgain = 8,
 }
 
@@ -107,14 +109,17 @@ impl Algorithm {
             | Algorithm::Varlen
             | Algorithm::Deviation
             | Algorithm::DeviationEnd => Kernel::Generic,
-            Algorithm::Backward(_) | Algorithm::BackwardMma(_) | Algorithm::BackwardHopper => Kernel::Backward,
+            Algorithm::Backward(_)
+            | Algorithm::BackwardMma(_)
+            | Algorithm::BackwardHalves(_)
+            | Algorithm::BackwardHopper => Kernel::Backward,
         }
     }
 
     /// Of a backward pass.
     pub(crate) const fn pass(self) -> Option<Pass> {
         match self {
-            Algorithm::Backward(pass) | Algorithm::BackwardMma(pass) => Some(pass),
+            Algorithm::Backward(pass) | Algorithm::BackwardMma(pass) | Algorithm::BackwardHalves(pass) => Some(pass),
             Algorithm::BackwardHopper => Some(Pass::Together),
             _ => None,
         }
@@ -259,13 +264,19 @@ impl KernelVariant {
         KernelVariant { algorithm: Algorithm::Backward(pass), ..KernelVariant::generic(arch, storage, mask) }
     }
 
-    /// Whether half of the blocks of backward_mma.cu sum dk, and half dv: registers hold both of narrower heads.
+    /// Whether half of the blocks of backward_mma.cu or backward_halves.cu sum dk, and half dv: registers hold both of narrower heads.
     pub(crate) const fn is_split(&self) -> bool {
-        // Of float32 they do not beside scores that are changed.
-        let is_changed = matches!(self.storage, DType::F32) && (self.natural || self.mask.is_some());
-        let most = if is_changed { 64 } else { 128 };
-        matches!(self.algorithm, Algorithm::BackwardMma(Pass::Keys | Pass::KeysAgain))
-            && (self.dims.0 > most || self.dims.1 > most)
+        let is_f32 = matches!(self.storage, DType::F32);
+        let most = match self.algorithm {
+            Algorithm::BackwardHalves(Pass::Keys) => 64,
+            // Of float32 they do not beside scores that are changed.
+            Algorithm::BackwardMma(Pass::Keys | Pass::KeysAgain) if is_f32 && (self.natural || self.mask.is_some()) => {
+                64
+            }
+            Algorithm::BackwardMma(Pass::Keys | Pass::KeysAgain) => 128,
+            _ => return false,
+        };
+        self.dims.0 > most || self.dims.1 > most
     }
 
     /// What makes figures of heads of those that this variant of deviation.cu leaves of rows.
@@ -301,7 +312,10 @@ impl KernelVariant {
             Algorithm::Varlen => c"varlen",
             Algorithm::Deviation => c"deviation",
             Algorithm::DeviationEnd => c"deviation_end",
-            Algorithm::Backward(_) | Algorithm::BackwardMma(_) | Algorithm::BackwardHopper => c"backward",
+            Algorithm::Backward(_)
+            | Algorithm::BackwardMma(_)
+            | Algorithm::BackwardHalves(_)
+            | Algorithm::BackwardHopper => c"backward",
             _ => c"attention",
         }
     }
@@ -346,7 +360,7 @@ impl KernelVariant {
             // One more puts together what they leave.
             Algorithm::Decode | Algorithm::DecodeCodes => 32 * (self.decode_warps() + 1),
             Algorithm::Hopper => 2 * self.block_m + 128,
-            Algorithm::HopperF32 => 512,
+            Algorithm::HopperF32 | Algorithm::BackwardHalves(_) => 512,
             Algorithm::BackwardHopper => 384,
             Algorithm::Combine => 32 * COMBINE_WARPS as u32,
             Algorithm::Append => 128,
@@ -395,6 +409,7 @@ impl KernelVariant {
             Algorithm::BackwardHopper if self.has_halves() => "backward_hopper_wide.cu",
             Algorithm::BackwardHopper => "backward_hopper.cu",
             Algorithm::BackwardMma(_) => "backward_mma.cu",
+            Algorithm::BackwardHalves(_) => "backward_halves.cu",
         }
     }
 }

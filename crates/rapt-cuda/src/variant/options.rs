@@ -2,7 +2,7 @@
 
 use rapt_core::{Arch, DType, ScaleLayout};
 
-use super::shared::HOPPER_F32_STAGES;
+use super::shared::{BACKWARD_HALVES_STAGES, HOPPER_F32_STAGES};
 use super::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_columns};
 use crate::append::AppendParams;
 use crate::backward::{BackwardHopperParams, BackwardParams};
@@ -137,7 +137,9 @@ impl KernelVariant {
                 options.define("DEVIATION_BYTES", DeviationParams::bytes() as u32);
                 options.define("BLOCK_M", self.block_m);
             }
-            Algorithm::Backward(pass) | Algorithm::BackwardMma(pass) => self.add_backward(&mut options, pass),
+            Algorithm::Backward(pass) | Algorithm::BackwardMma(pass) | Algorithm::BackwardHalves(pass) => {
+                self.add_backward(&mut options, pass);
+            }
             Algorithm::BackwardHopper => self.add_backward_hopper(&mut options),
             Algorithm::DeviationEnd => options.define("DEVIATION_BYTES", DeviationParams::bytes() as u32),
         }
@@ -180,6 +182,28 @@ impl KernelVariant {
             options.define("STAGES", self.stages);
             options.define("SPLIT", u32::from(self.is_split()));
             options.define("MIN_BLOCKS", if self.shared_bytes() <= 112 * 1024 { 2 } else { 1 });
+        } else if matches!(self.algorithm, Algorithm::BackwardHalves(_)) {
+            options.define("BLOCK_M", self.block_m);
+            options.define("BLOCK_N", self.block_n);
+            options.define("A_STAGES", BACKWARD_HALVES_STAGES);
+            options.define("SPLIT", u32::from(self.is_split()));
+            let last = |columns: u32| (columns - 1) % BOX_COLUMNS + 1;
+            options.define("LAST_COLUMNS", last(self.dims.0));
+            options.define("LAST_COLUMNS_V", last(self.dims.1));
+            // Scores that are changed, and addresses of elements, leave the second of two quarters no registers.
+            let is_plain = !self.natural && self.mask.is_none() && self.loads != Loads::ByElement;
+            let quarters = if is_plain { 2 } else { 1 };
+            options.define("QUARTERS", quarters);
+            // As many as 512 threads were given at the start: 128 each. What spills follows no rule: these leave 0 to 16 bytes, and 36 to 64 beside
+            // biases at head dim 128 (NVRTC 13.2).
+            let loading = match (self.dims.0.max(self.dims.1), self.loads) {
+                (..=64, Loads::ByElement) => 48,
+                (..=64, _) => 40,
+                (65..=112, _) => 64,
+                _ => 56,
+            };
+            options.define("LOADING_REGISTERS", loading);
+            options.define("MULTIPLYING_REGISTERS", 256 - loading);
         } else if pass == Pass::Parts {
             options.define("DQ_COLUMNS", self.dq_columns());
         } else if !matches!(pass, Pass::Rows | Pass::Sinks) {

@@ -11,6 +11,8 @@ use crate::tensor_map::BOX_COLUMNS;
 
 /// Blocks of K, and of V, that hopper_f32.cu has in flight.
 pub(super) const HOPPER_F32_STAGES: u32 = 2;
+/// Tiles of streamed rows of q or k that backward_halves.cu has in flight: beside two there is room for one of d_o or v.
+pub(super) const BACKWARD_HALVES_STAGES: u32 = 2;
 /// Shared memory that hopper.cu may fill: 227 KiB.
 const RING_BYTES: u32 = 227 * 1024;
 
@@ -107,6 +109,7 @@ impl KernelVariant {
             Algorithm::Backward(_) => self.backward_bytes(),
             Algorithm::BackwardHopper => self.backward_hopper_bytes(),
             Algorithm::BackwardMma(pass) => self.backward_mma_bytes(pass),
+            Algorithm::BackwardHalves(pass) => self.backward_halves_bytes(pass),
             Algorithm::Deviation => self.deviation_bytes(),
             // Figures of a row and two largest errors, of each warp.
             Algorithm::DeviationEnd => DEVIATION_THREADS / 32 * (FIGURES_BYTES as u32 + 2 * 4),
@@ -140,6 +143,16 @@ impl KernelVariant {
         let (own, streamed) = if is_of_keys { (1, self.block_n) } else { (self.block_m, 1) };
         let stage = pair(self, self.block_n) + (16 * streamed).next_multiple_of(128);
         pair(self, self.block_m) + self.stages * stage + (16 * own + 4 * is_again as u32).next_multiple_of(128)
+    }
+
+    /// Own rows, streamed ones in stages, states of streamed queries, powers of rows, barriers.
+    const fn backward_halves_bytes(&self, pass: Pass) -> u32 {
+        let (a, b) = (self.dims.0.div_ceil(BOX_COLUMNS), self.dims.1.div_ceil(BOX_COLUMNS));
+        let (row, stages) = (2 * 2 * BOX_COLUMNS, BACKWARD_HALVES_STAGES);
+        let tiles = row * (a * (self.block_m + stages * self.block_n) + b * (self.block_m + self.block_n));
+        let states = if matches!(pass, Pass::Keys) { self.block_n } else { 1 };
+        let powers = 2 * self.block_m + (stages + 1) * self.block_n;
+        (tiles + 16 * states + 4 * powers + 2 * 8 * (stages + 1)).next_multiple_of(16)
     }
 
     /// Whether the gradients of a head are backward_hopper_wide.cu's, whose groups sum half of the columns each.
