@@ -1,7 +1,7 @@
 //! Gives the shared library its soname: `librapt.so.0.1` for 0.1.x, `librapt.so.1` for 1.x, as cargo-c would.
 //!
-//! So that a plain `cargo build` and `cargo xtask c` make the library that `cargo cinstall` makes. Deliberately absent:
-//! macOS and Windows, where a path or a file's name takes the place of the soname.
+//! So that a plain `cargo build` and `cargo xtask c` make the library that `cargo cinstall` makes. On macOS it is looked for as `@rpath/librapt.dylib`.
+//! Deliberately absent: Windows, where a file's name takes the place of the soname.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -16,5 +16,7 @@ fn main() {
             (major, _) => major.to_owned(),
         };
         println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,librapt.so.{version}");
+    } else if of("CARGO_CFG_TARGET_OS") == "macos" {
+        println!("cargo::rustc-cdylib-link-arg=-Wl,-install_name,@rpath/librapt.dylib");
     }
 }

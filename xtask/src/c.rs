@@ -6,7 +6,7 @@
 //! PREFIX/lib/librapt.a
 //! PREFIX/lib/pkgconfig/rapt.pc
 //! ```
-//! Deliberately absent: platforms without ELF. There the library is what `cargo build -p rapt-c` leaves, or cargo-c's.
+//! Deliberately absent: platforms without ELF, for which archives.rs makes archives. There the library is what `cargo build -p rapt-c` leaves, or cargo-c's.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,26 +20,31 @@ use crate::python;
 use crate::shell::{Failure, Outcome, capture, cargo, command, say, show, step, write};
 
 pub(crate) const HELP: &str = "\
-cargo xtask c [--prefix FOLDER | --check]
+cargo xtask c [--prefix FOLDER | --check | --all [--only NAME]]
 
 Builds the C library (release) and installs header, shared and static library and rapt.pc below FOLDER.
 
   --prefix FOLDER   where to; target/c if it is not given. rapt.pc names it as an absolute path
   --check           instead: compiles the examples against both libraries, runs them, and runs them under valgrind (or
-                    AddressSanitizer); a step of `cargo xtask test`";
+                    AddressSanitizer); a step of `cargo xtask test`
+  --all             instead: an archive for every platform that wheels are shipped for, into target/dist/c; each is checked as wheels are, and
+                    programs are linked with both of its libraries and run where something runs programs of the platform here. Linux alone
+  --only NAME       of these one, by the name that its wheel ends in, such as manylinux_2_28_aarch64 or win_amd64";
 
-const PACKAGE: &str = "rapt-c";
+pub(crate) const PACKAGE: &str = "rapt-c";
 /// What cargo calls the library: the façade's is `librapt`.
-const BUILT: &str = "librapt_c";
+pub(crate) const BUILT: &str = "librapt_c";
+pub(crate) const HEADERS: [&str; 2] = ["rapt.h", "rapt_types.h"];
 pub(crate) const BINDING: &str = "bindings/c";
 pub(crate) const EXAMPLES: &str = "examples/c";
 const DESCRIPTION: &str = "Attention with an exact tensor boundary";
 
 /// What the static library leaves open on Linux, as `rustc --print native-static-libs` says.
-const NATIVE_LIBRARIES: [&str; 7] = ["-lgcc_s", "-lutil", "-lrt", "-lpthread", "-lm", "-ldl", "-lc"];
+pub(crate) const NATIVE_LIBRARIES: [&str; 7] = ["-lgcc_s", "-lutil", "-lrt", "-lpthread", "-lm", "-ldl", "-lc"];
 
 pub(crate) const WARNINGS: [&str; 4] = ["-Wall", "-Wextra", "-Werror", "-pedantic"];
 
+/// What archives.rs does not do.
 pub(crate) fn run(mut args: Args) -> Outcome {
     let (prefix, is_check) = (args.value("--prefix")?, args.flag("--check"));
     args.finish(HELP)?;
@@ -69,31 +74,36 @@ enum Profile {
 }
 
 /// A version's parts, and what the soname shows of them.
-struct Version {
+pub(crate) struct Version {
     whole: String,
     /// Everything before the first number that is not zero, and that number: as SemVer promises and cargo-c does.
     compatible: String,
 }
 
 impl Version {
+    /// Of this workspace.
+    pub(crate) fn here() -> Self {
+        Version::new(env!("CARGO_PKG_VERSION"))
+    }
+
     fn new(whole: &str) -> Self {
         let parts: Vec<&str> = whole.split('.').collect();
         let kept = parts.iter().position(|part| *part != "0").unwrap_or(parts.len() - 1) + 1;
         Version { whole: whole.to_owned(), compatible: parts[..kept].join(".") }
     }
 
-    fn soname(&self) -> String {
+    pub(crate) fn soname(&self) -> String {
         format!("librapt.so.{}", self.compatible)
     }
 
-    fn file(&self) -> String {
+    pub(crate) fn file(&self) -> String {
         format!("librapt.so.{}", self.whole)
     }
 }
 
 /// The name under which programs look for the shared library.
 pub(crate) fn soname() -> String {
-    Version::new(env!("CARGO_PKG_VERSION")).soname()
+    Version::here().soname()
 }
 
 /// The installed library.
@@ -114,9 +124,9 @@ impl Tree {
         for made in [tree.include(), tree.pkg_config()] {
             std::fs::create_dir_all(&made).map_err(Failure::file(&made))?;
         }
-        let version = Version::new(env!("CARGO_PKG_VERSION"));
+        let version = Version::here();
         let shared = tree.lib().join(version.file());
-        for header in ["rapt.h", "rapt_types.h"] {
+        for header in HEADERS {
             copy(&root().join(BINDING).join("include").join(header), &tree.include().join(header))?;
         }
         copy(&built.join(format!("{BUILT}.so")), &shared)?;
@@ -129,7 +139,8 @@ impl Tree {
         if found.as_deref() != Some(&version.soname()) {
             return Err(Failure::Check(format!("librapt.so has soname {found:?}, not {}", version.soname())));
         }
-        write(&tree.pkg_config().join("rapt.pc"), &tree.pc(&version))?;
+        let pc = pc(&escaped(&prefix.display().to_string()), &NATIVE_LIBRARIES.join(" "));
+        write(&tree.pkg_config().join("rapt.pc"), &pc)?;
         Ok(tree)
     }
 
@@ -144,17 +155,16 @@ impl Tree {
     fn pkg_config(&self) -> PathBuf {
         self.lib().join("pkgconfig")
     }
+}
 
-    fn pc(&self, version: &Version) -> String {
-        format!(
-            "prefix={}\nexec_prefix=${{prefix}}\nlibdir=${{exec_prefix}}/lib\nincludedir=${{prefix}}/include\n\n\
-             Name: rapt\nDescription: {DESCRIPTION}\nVersion: {}\nLibs: -L${{libdir}} -lrapt\n\
-             Libs.private: {}\nCflags: -I${{includedir}}\n",
-            escaped(&self.prefix.display().to_string()),
-            version.whole,
-            NATIVE_LIBRARIES.join(" ")
-        )
-    }
+/// The file of pkg-config of a library below `prefix`, whose static form leaves `private` open.
+pub(crate) fn pc(prefix: &str, private: &str) -> String {
+    format!(
+        "prefix={prefix}\nexec_prefix=${{prefix}}\nlibdir=${{exec_prefix}}/lib\nincludedir=${{prefix}}/include\n\n\
+         Name: rapt\nDescription: {DESCRIPTION}\nVersion: {}\nLibs: -L${{libdir}} -lrapt\n\
+         Libs.private: {private}\nCflags: -I${{includedir}}\n",
+        env!("CARGO_PKG_VERSION")
+    )
 }
 
 /// A path as a file of pkg-config has it: an unescaped space would end a flag.
@@ -162,7 +172,7 @@ fn escaped(path: &str) -> String {
     path.replace('\\', "\\\\").replace(' ', "\\ ")
 }
 
-fn copy(from: &Path, to: &Path) -> Outcome {
+pub(crate) fn copy(from: &Path, to: &Path) -> Outcome {
     // Removed first: a program that has the old one mapped keeps it.
     remove(to)?;
     std::fs::copy(from, to).map(|_| ()).map_err(Failure::file(from))
@@ -176,13 +186,13 @@ fn remove(path: &Path) -> Outcome {
 }
 
 #[cfg(unix)]
-fn link(at: &Path, to: &str) -> Outcome {
+pub(crate) fn link(at: &Path, to: &str) -> Outcome {
     remove(at)?;
     std::os::unix::fs::symlink(to, at).map_err(Failure::file(at))
 }
 
 #[cfg(not(unix))]
-fn link(at: &Path, _: &str) -> Outcome {
+pub(crate) fn link(at: &Path, _: &str) -> Outcome {
     Err(Failure::Check(format!("{}: links are made on Unix only", at.display())))
 }
 

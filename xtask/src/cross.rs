@@ -115,6 +115,31 @@ fn executable(_: &Path) -> Outcome {
     Ok(())
 }
 
+/// A C library, in both forms.
+pub(crate) struct Library {
+    /// The folder of its headers.
+    pub(crate) include: PathBuf,
+    /// What programs are linked with that load the shared one.
+    pub(crate) linked: PathBuf,
+    /// The static one.
+    pub(crate) archive: PathBuf,
+    /// Where the shared one lies under the name that programs look for, and where they are put.
+    pub(crate) to: PathBuf,
+}
+
+/// The examples in C and C++, linked with a library of another platform and run there.
+pub(crate) fn link_and_run(triple: &str, library: &Library) -> Outcome {
+    let platform = platform(triple)?;
+    platform.link_and_run(&platform.folders()?, library)
+}
+
+/// Builds a package in the profile of releases, and gives the folder where cargo leaves it.
+pub(crate) fn build(triple: &str, words: &[&str]) -> Result<PathBuf, Failure> {
+    let platform = platform(triple)?;
+    show(platform.cargo(&platform.folders()?, &["build", "--release"]).args(words))?;
+    Ok(Workspace::load()?.target.join(triple).join("release"))
+}
+
 /// What compiles for a platform and runs its programs.
 pub(crate) fn folders(triple: &str) -> Result<Folders, Failure> {
     platform(triple)?.folders()
@@ -202,42 +227,51 @@ impl Platform {
         Ok(Workspace::load()?.target.join(self.triple).join("debug"))
     }
 
-    /// The examples, linked with the shared and with the static library.
+    /// The examples, linked with the shared and with the static library of the tests' profile.
     fn c_programs(&self, folders: &Folders) -> Outcome {
         step(&format!("C and C++ for {}", self.triple), || {
             let built = self.built(folders, &["--package", "rapt-c", "--lib"])?;
             let to = folders.kept.join("c");
             std::fs::create_dir_all(&to).map_err(Failure::file(&to))?;
-            let library = self.shared_library(&built, &to)?;
-            for program in &PROGRAMS {
-                for is_shared in [true, false] {
-                    let file =
-                        to.join(format!("{}-{}.exe", program.source, if is_shared { "shared" } else { "static" }));
-                    let compiler = if program.is_cxx() { "c++" } else { "cc" };
-                    let mut cc = command(folders.bin.join(compiler), [program.standard, "-O1"]);
-                    cc.args(c::WARNINGS).arg("-I").arg(root().join(c::BINDING).join("include"));
-                    cc.arg(root().join(c::EXAMPLES).join(program.source)).arg("-o").arg(&file);
-                    if is_shared {
-                        cc.arg(&library).arg("-lm");
-                        if !self.is_windows {
-                            cc.arg(format!("-Wl,-rpath,{}", to.display()));
-                        }
-                    } else {
-                        cc.arg(built.join("librapt_c.a")).args(self.native);
-                    }
-                    if self.is_windows && program.is_cxx() {
-                        // Else the compiler's own libraries would have to lie beside the program.
-                        cc.arg("-static");
-                    }
-                    show(&mut cc)?;
-                    let mut run = command(folders.bin.join("run"), [&file]);
-                    run.args(program.reads.map(|file| root().join(file)));
-                    capture(&mut run)?;
-                }
-            }
-            say(format_args!("{} programs run, each with both forms of the library", PROGRAMS.len()));
-            Ok(())
+            let linked = self.shared_library(&built, &to)?;
+            let archive = built.join("librapt_c.a");
+            self.link_and_run(
+                folders,
+                &Library { include: root().join(c::BINDING).join("include"), linked, archive, to },
+            )
         })
+    }
+
+    /// The examples, linked with both forms of a library, and run.
+    fn link_and_run(&self, folders: &Folders, library: &Library) -> Outcome {
+        let Library { include, linked, archive, to } = library;
+        for program in &PROGRAMS {
+            for is_shared in [true, false] {
+                let file = to.join(format!("{}-{}.exe", program.source, if is_shared { "shared" } else { "static" }));
+                let compiler = if program.is_cxx() { "c++" } else { "cc" };
+                let mut cc = command(folders.bin.join(compiler), [program.standard, "-O1"]);
+                cc.args(c::WARNINGS).arg("-I").arg(include);
+                cc.arg(root().join(c::EXAMPLES).join(program.source)).arg("-o").arg(&file);
+                if is_shared {
+                    cc.arg(linked).arg("-lm");
+                    if !self.is_windows {
+                        cc.arg(format!("-Wl,-rpath,{}", to.display()));
+                    }
+                } else {
+                    cc.arg(archive).args(self.native);
+                }
+                if self.is_windows && program.is_cxx() {
+                    // Else the compiler's own libraries would have to lie beside the program.
+                    cc.arg("-static");
+                }
+                show(&mut cc)?;
+                let mut run = command(folders.bin.join("run"), [&file]);
+                run.args(program.reads.map(|file| root().join(file)));
+                capture(&mut run)?;
+            }
+        }
+        say(format_args!("{} programs run, each with both forms of the library", PROGRAMS.len()));
+        Ok(())
     }
 
     /// What programs are linked with; what they load lies in `to`.

@@ -17,9 +17,9 @@ use crate::binary;
 use crate::cross::{self, Folders};
 use crate::cubins::{self, Kernels};
 use crate::metadata::{Workspace, root};
-use crate::platforms::{PLATFORMS, Platform};
+use crate::platforms::{self, Platform};
 use crate::python::{BUILD_REQUIREMENTS, RAPT, Venv};
-use crate::shell::{Failure, Outcome, capture, command, say, show, step, write};
+use crate::shell::{Failure, Outcome, capture, command, remove_folder, say, show, step, write};
 use crate::{debian, targets, wheel};
 
 /// Below the target folder.
@@ -95,13 +95,8 @@ fn all(only: Option<&str>) -> Outcome {
             "`--all` needs Linux: elsewhere `cargo xtask wheel` builds this platform's".to_owned(),
         ));
     }
-    let chosen: Vec<&Platform> =
-        PLATFORMS.iter().filter(|platform| only.is_none_or(|name| name == platform.name)).collect();
+    let chosen = platforms::named(only, &[SOURCES])?;
     let has_sources = only.is_none_or(|name| name == SOURCES);
-    if chosen.is_empty() && !has_sources {
-        let names: Vec<&str> = PLATFORMS.iter().map(|platform| platform.name).collect();
-        return Err(Failure::Usage(format!("--only takes {} or {SOURCES}", names.join(", "))));
-    }
     targets::require(&chosen.iter().map(|platform| platform.triple).collect::<Vec<_>>())?;
     let venv = Venv::at(".venv")?;
     venv.require(&[BUILD_REQUIREMENTS], None)?;
@@ -114,20 +109,13 @@ fn all(only: Option<&str>) -> Outcome {
         let built = venv.pack_for(&RAPT, platform, &folder, &target, false)?;
         wheel::check(&venv, &RAPT, platform, &built, Kernels::Whole)?;
         let unpacked = folder.join("unpacked");
-        remove(&unpacked)?;
+        remove_folder(&unpacked)?;
         show(venv.python(["-m", "zipfile", "-e"]).arg(&built).arg(&unpacked))?;
         step(&format!("import the wheel on {}", platform.name), || imported(&venv, platform, &unpacked, &target))?;
-        remove(&unpacked)?;
+        remove_folder(&unpacked)?;
         say(format_args!("{}", built.display()));
     }
     if has_sources { sources(&venv, &target) } else { Ok(()) }
-}
-
-fn remove(folder: &Path) -> Outcome {
-    match std::fs::remove_dir_all(folder) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Failure::file(folder)(error)),
-        _ => Ok(()),
-    }
 }
 
 /// Imports the unpacked wheel where something here runs programs of its platform.
@@ -209,7 +197,7 @@ fn in_musl(venv: &Venv, unpacked: &Path, target: &Path) -> Outcome {
 /// The package of sources, and the wheel that pip builds of it with nothing but cargo.
 fn sources(venv: &Venv, target: &Path) -> Outcome {
     let folder = target.join(FOLDER).join(SOURCES);
-    remove(&folder)?;
+    remove_folder(&folder)?;
     let sources = venv.pack_sources(&folder)?;
     step("build a wheel of the package of sources with pip", || {
         let built = folder.join("built");
@@ -225,20 +213,8 @@ fn sources(venv: &Venv, target: &Path) -> Outcome {
         show(venv.python(["-m", "zipfile", "-e"]).arg(&wheel).arg(&unpacked))?;
         let told = capture(venv.python(["-I", "-c", IMPORT]).arg(&unpacked))?;
         say(told.trim_end());
-        ["built", "unpacked", "target"].into_iter().try_for_each(|name| remove(&folder.join(name)))
+        ["built", "unpacked", "target"].into_iter().try_for_each(|name| remove_folder(&folder.join(name)))
     })?;
     say(format_args!("{}", sources.display()));
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[cfg(target_os = "linux")]
-    #[test]
-    fn a_platform_that_nothing_is_shipped_for_is_refused_with_those_that_are() {
-        let Err(Failure::Usage(text)) = all(Some("win_arm64")) else { panic!("must be refused") };
-        assert!(text.contains("win_amd64") && text.contains(SOURCES), "{text}");
-    }
 }

@@ -3,6 +3,7 @@
 //! One file per command; `python` holds what they share of virtual environments and wheels, `shell` how a program is
 //! run. Deliberately absent: anything that needs more than cargo, rustc and a python3 to start from.
 
+mod archives;
 mod args;
 mod bench;
 mod binary;
@@ -48,7 +49,7 @@ const COMMANDS: &[Command] = &[
     Command { name: "bench", help: bench::HELP, run: bench::run },
     Command { name: "tune", help: tune::HELP, run: tune::run },
     Command { name: "wheel", help: dist::HELP, run: dist::run },
-    Command { name: "c", help: c::HELP, run: c::run },
+    Command { name: "c", help: c::HELP, run: archives::run },
     Command { name: "crates", help: crates::HELP, run: crates::run },
     Command { name: "vulkan", help: vulkan::HELP, run: vulkan::run },
     Command { name: "web", help: web::HELP, run: web::run },

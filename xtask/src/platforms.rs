@@ -3,6 +3,7 @@
 //! A library that asks for more than [`Platform::system`] names would load on the machine that built it and not on another.
 
 use crate::binary::Needs;
+use crate::shell::Failure;
 
 /// A platform that wheels and the C library are made for.
 #[derive(Debug)]
@@ -122,7 +123,22 @@ pub(crate) fn here() -> &'static Platform {
     PLATFORMS.iter().find(fits).unwrap_or(&PLATFORMS[0])
 }
 
+/// All of them, or the one of this name; none where it is one of `others`.
+pub(crate) fn named(only: Option<&str>, others: &[&str]) -> Result<Vec<&'static Platform>, Failure> {
+    let found: Vec<&Platform> = PLATFORMS.iter().filter(|of| only.is_none_or(|name| name == of.name)).collect();
+    if found.is_empty() && !only.is_some_and(|name| others.contains(&name)) {
+        let names: Vec<&str> = PLATFORMS.iter().map(|of| of.name).chain(others.iter().copied()).collect();
+        return Err(Failure::Usage(format!("--only takes one of {}", names.join(", "))));
+    }
+    Ok(found)
+}
+
 impl Platform {
+    /// The glibc that its libraries must load with, where it has one.
+    pub(crate) fn oldest_glibc(&self) -> Option<(u32, u32)> {
+        self.triple.ends_with("linux-gnu").then_some(self.newest)
+    }
+
     fn is_macos(&self) -> bool {
         self.triple.ends_with("apple-darwin")
     }
@@ -166,7 +182,17 @@ mod tests {
     use super::*;
 
     fn named(name: &str) -> &'static Platform {
-        PLATFORMS.iter().find(|platform| platform.name == name).unwrap()
+        super::named(Some(name), &[]).unwrap()[0]
+    }
+
+    #[test]
+    fn a_platform_that_nothing_is_shipped_for_is_refused_with_those_that_are() {
+        let Err(Failure::Usage(text)) = super::named(Some("win_arm64"), &["sources"]) else {
+            panic!("must be refused")
+        };
+        assert!(text.contains("win_amd64") && text.contains("sources"), "{text}");
+        assert!(super::named(Some("sources"), &["sources"]).unwrap().is_empty());
+        assert_eq!(super::named(None, &[]).unwrap().len(), PLATFORMS.len());
     }
 
     #[test]

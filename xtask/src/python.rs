@@ -130,7 +130,7 @@ impl Venv {
         capture_quietly(self.python(["-c", "import pip"])).is_some()
     }
 
-    fn programs(&self) -> PathBuf {
+    pub(crate) fn programs(&self) -> PathBuf {
         self.folder.join(if cfg!(windows) { "Scripts" } else { "bin" })
     }
 

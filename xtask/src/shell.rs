@@ -177,6 +177,14 @@ pub(crate) fn write(path: &Path, text: &str) -> Outcome {
     std::fs::write(path, text).map_err(Failure::file(path))
 }
 
+/// Removes a folder with all that lies in it, if it is there.
+pub(crate) fn remove_folder(folder: &Path) -> Outcome {
+    match std::fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Failure::file(folder)(error)),
+        _ => Ok(()),
+    }
+}
+
 /// Copies a folder with all that lies in it, but for Python's caches.
 pub(crate) fn copy(from: &Path, to: &Path) -> Outcome {
     std::fs::create_dir_all(to).map_err(Failure::file(to))?;

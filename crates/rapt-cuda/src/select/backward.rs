@@ -7,7 +7,7 @@
 
 use rapt_core::{
     Arch, BackwardPlan, BackwardSpec, Cost, DType, Device, Direction, Error, Kernel, KernelKey, MaskClass, PRounding,
-    Result, TensorSpec,
+    Result, Spec, TensorSpec,
 };
 
 use super::tensor_cores::{is_natural, mask_class, padded_dims, sequences};
@@ -206,11 +206,7 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         let variant = if why.is_none() { mma(spec, caps, pass) } else { generic(pass) };
         let blocks_of = |variant: &KernelVariant| {
             let targets = if why.is_some() { chunks } else { 1 + usize::from(variant.is_split()) };
-            let units = match forward.varlen.as_deref() {
-                None => len.div_ceil(variant.block_m as usize),
-                // Of each sequence a block may have fewer rows; so may one before the first, and one behind the last (backward/sequences.cuh).
-                Some(of) => len / variant.block_m as usize + of.sequences() + 2,
-            };
+            let units = units_of(forward, len, variant.block_m as usize);
             (units, product(&[forward.batch(), heads, units, targets]))
         };
         let (units, blocks) = blocks_of(&variant);
@@ -244,11 +240,7 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         let loaded = if variant.loads == Loads::Tma { loaded(spec, variant.block_n as usize) } else { [None; 5] };
         Box::new(HopperPass { items, loaded })
     });
-    let is_noted = |of: &PassStep| of.again > 0;
-    let noting = together
-        .map(|variant| NotingWorkspace::with_sums(spec, states, 2 * variant.dq_columns() as usize))
-        .or_else(|| steps.iter().any(is_noted).then(|| NotingWorkspace::new(spec, states)))
-        .filter(|_| !steps.is_empty());
+    let noting = noting(spec, &steps, together, states);
     let workspace_bytes = noting.as_ref().map_or(states, |noting| noting.bytes);
     Ok(BackwardLaunch {
         workspace_bytes: if steps.is_empty() { 0 } else { workspace_bytes },
@@ -259,6 +251,29 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         noting,
         multiprocessors: caps.multiprocessors,
         why,
+    })
+}
+
+/// Blocks of so many own rows of a head's `len`.
+fn units_of(forward: &Spec, len: usize, rows: usize) -> usize {
+    match forward.varlen.as_deref() {
+        None => len.div_ceil(rows),
+        // Of each sequence a block may have fewer rows; so may one before the first, and one behind the last (backward/sequences.cuh).
+        Some(of) => len / rows + of.sequences() + 2,
+    }
+}
+
+/// Where kernels note heads, if some of `steps` computes these again.
+fn noting(
+    spec: &BackwardSpec,
+    steps: &[PassStep],
+    together: Option<KernelVariant>,
+    states: usize,
+) -> Option<NotingWorkspace> {
+    let is_any = steps.iter().any(|of| of.again > 0);
+    is_any.then(|| match together {
+        Some(variant) => NotingWorkspace::with_sums(spec, states, 2 * variant.dq_columns() as usize),
+        None => NotingWorkspace::new(spec, states),
     })
 }
 
