@@ -61,6 +61,7 @@ def test_the_rows_of_the_backward_are_declared_with_their_flops(table):
         ("4,16,4096,128", "bf16", False), ("4,16,4096,128", "bf16", True), ("1,16,16384,128", "bf16", True), ("16,16,1024,128", "bf16", True),
         ("16,32,1024,64", "bf16", True), ("4,32,4096,64", "bf16", False), ("4,32,4096,64", "bf16", True), ("4,8,4096,256", "bf16", True),
         ("4,16,4096,96", "bf16", False), ("4,32/8,4096,128", "bf16", True), ("64,12,512,64", "f16", False), ("2,16,4096,128", "f32", False),
+        ("2,16,4096,128", "f32", True), ("2,16,4096,64", "f32", False),
     }  # fmt: skip
     assert {(row.mask, row.window) for row in found if row.peers == ("flex",)} == {("bool", 0), ("additive", 0), ("none", 1024)}
     whole = named(table, "backward-d128-4096")
