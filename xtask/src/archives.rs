@@ -134,6 +134,9 @@ fn build(venv: &Venv, target: &Path, platform: &Platform) -> Result<PathBuf, Fai
     let (major, minor) = platform.oldest_glibc().unwrap_or_default();
     let older = if major > 0 { format!("{}.{major}.{minor}", platform.triple) } else { platform.triple.to_owned() };
     build.arg(older).env("CARGO_TARGET_DIR", target).current_dir(root());
+    if let Some((major, minor)) = platform.oldest_macos() {
+        build.env("MACOSX_DEPLOYMENT_TARGET", format!("{major}.{minor}"));
+    }
     // A library that programs load takes musl from where they run.
     build.env("CARGO_TARGET_X86_64_UNKNOWN_LINUX_MUSL_RUSTFLAGS", "-Ctarget-feature=-crt-static");
     with_programs_of(venv, &mut build)?;

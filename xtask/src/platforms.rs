@@ -139,6 +139,11 @@ impl Platform {
         self.triple.ends_with("linux-gnu").then_some(self.newest)
     }
 
+    /// The macOS that its libraries must load on, where it is one.
+    pub(crate) fn oldest_macos(&self) -> Option<(u32, u32)> {
+        self.is_macos().then_some(self.newest)
+    }
+
     fn is_macos(&self) -> bool {
         self.triple.ends_with("apple-darwin")
     }
