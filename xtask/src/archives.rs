@@ -200,7 +200,7 @@ fn used(venv: &Venv, target: &Path, platform: &Platform, tree: &Path, form: &For
         triple => {
             let mut count = 0;
             // zig has its own library for what the static one leaves open.
-            let statically: &[&str] = if triple == "x86_64-unknown-linux-gnu" { &c::NATIVE_LIBRARIES } else { &[] };
+            let statically: &[&str] = if is_here(triple) { &c::NATIVE_LIBRARIES } else { &[] };
             let forms = [(library.linked.as_path(), &["-lm"][..]), (library.archive.as_path(), statically)];
             for (linked, beside) in forms.into_iter().filter(|(_, beside)| !beside.is_empty()) {
                 for program in PROGRAMS.iter().filter(|program| !program.is_cxx()) {
@@ -221,18 +221,29 @@ fn used(venv: &Venv, target: &Path, platform: &Platform, tree: &Path, form: &For
                 format!("{count} run")
             };
             say(format_args!("programs in C: {what}"));
+            if is_here(triple) {
+                c::with_pkg_config(tree, &programs.join("by-pkg-config"))?;
+            }
         }
     }
     remove_folder(&programs)
 }
 
+/// Whether this machine's compiler makes programs of a platform, and runs them.
+fn is_here(triple: &str) -> bool {
+    cfg!(target_arch = "x86_64") && triple == "x86_64-unknown-linux-gnu"
+}
+
 /// This machine's compiler for its own platform, else zig.
 fn compiler(venv: &Venv, triple: &str) -> Command {
+    if is_here(triple) {
+        return command("cc", [""; 0]);
+    }
     let of = match triple {
         "x86_64-unknown-linux-musl" => "x86_64-linux-musl",
         "aarch64-apple-darwin" => "aarch64-macos",
         "x86_64-apple-darwin" => "x86_64-macos",
-        _ => return command("cc", [""; 0]),
+        _ => "x86_64-linux-gnu",
     };
     let mut zig = venv.python(["-m", "ziglang", "cc", "-target", of]);
     if of.ends_with("musl") {
@@ -245,8 +256,8 @@ fn compiler(venv: &Venv, triple: &str) -> Command {
 /// What starts a program of a platform that no emulator is needed for.
 fn runner(target: &Path, triple: &str, file: &Path) -> Result<Option<Command>, Failure> {
     Ok(match triple {
-        "x86_64-unknown-linux-gnu" => Some(Command::new(file)),
-        "x86_64-unknown-linux-musl" => {
+        _ if is_here(triple) => Some(Command::new(file)),
+        "x86_64-unknown-linux-musl" if cfg!(target_arch = "x86_64") => {
             let tree = debian::unpacked(&target.join("cross").join(triple), &["musl"])?;
             Some(command(debian::find(&tree, |name| name == "libc.so")?, [file]))
         }

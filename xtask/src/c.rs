@@ -314,7 +314,7 @@ pub(crate) fn check() -> Outcome {
         let (python, _) = python::find()?;
         let script = root().join(EXAMPLES).join("attention.py");
         run_quietly(command(python, [script, tree.lib().join("librapt.so")]).env_remove("PYTHONPATH"))?;
-        with_pkg_config(&tree)?;
+        with_pkg_config(&tree.prefix, &tree.prefix.join("contiguous.c-pkg-config"))?;
         say(format_args!("{} programs, {} of the documentation and attention.py run", made.len(), pages.len()));
         under_valgrind(&tree, &made)
     })
@@ -357,21 +357,22 @@ fn run_quietly(program: &mut Command) -> Outcome {
 }
 
 /// The flags that pkg-config tells are enough for a program, with the library found at run time by its soname.
-fn with_pkg_config(tree: &Tree) -> Outcome {
+/// A program in the file `program`, compiled with what rapt.pc of the library below `prefix` says, and run.
+pub(crate) fn with_pkg_config(prefix: &Path, program: &Path) -> Outcome {
     let what = "rapt.pc";
     let (Some(pkg_config), Some(cc)) = (PKG_CONFIG.or_skip(what)?, CC.or_skip(what)?) else { return Ok(()) };
+    let tree = Tree { prefix: prefix.to_owned() };
     let ask = |args: &[&str]| capture(command(pkg_config, args).env("PKG_CONFIG_PATH", tree.pkg_config()));
     let version = ask(&["--modversion", "rapt"])?;
     if version.trim() != env!("CARGO_PKG_VERSION") {
         return Err(Failure::Check(format!("rapt.pc is of version {}", version.trim())));
     }
-    let file = tree.prefix.join("contiguous.c-pkg-config");
     // By a shell, as in a Makefile: the flags hold this checkout's path, with its spaces and letters escaped.
     let with_flags = r#"eval "set -- \"\$@\" $("$PKG_CONFIG" --cflags --libs rapt) -lm"; exec "$@""#;
     let mut compile = command("sh", ["-c", with_flags, "sh", cc]);
-    compile.args(WARNINGS).arg(root().join(EXAMPLES).join("contiguous.c")).arg("-o").arg(&file);
+    compile.args(WARNINGS).arg(root().join(EXAMPLES).join("contiguous.c")).arg("-o").arg(program);
     show(compile.env("PKG_CONFIG", pkg_config).env("PKG_CONFIG_PATH", tree.pkg_config()))?;
-    run_quietly(Command::new(&file).env("LD_LIBRARY_PATH", tree.lib()))
+    run_quietly(Command::new(program).env("LD_LIBRARY_PATH", tree.lib()))
 }
 
 /// No invalid access, no jump on undefined bytes, no leak; on the AVX2 kernels, the widest that valgrind knows.

@@ -291,9 +291,10 @@ fn gradients() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
     for head_dim in [64, 128] {
         hot.extend(of(Arch::Sm90a, DType::F32, head_dim, None, &plain).into_iter().filter(is_by_halves));
     }
+    // Up to 76 bytes.
+    all.extend(of(Arch::Sm90a, DType::F32, 128, None, &plain.with_dropout_p(0.1)).into_iter().filter(is_by_halves));
     // Four bytes.
     all.extend(of(Arch::Sm90a, DType::F32, 128, Some(DType::Bool), &plain).into_iter().filter(is_by_halves));
-    all.extend(of(Arch::Sm90a, DType::F32, 128, None, &plain.with_dropout_p(0.1)).into_iter().filter(is_by_halves));
     all.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::BF16), &plain));
     all.extend(of(Arch::Sm90a, DType::F16, 127, Some(DType::F32), &capped));
     for dtype in [DType::F32, DType::F64] {

@@ -3,8 +3,8 @@
 //! ```text
 //! rows      delta of each row, and what its probabilities are recomputed from       into the workspace
 //! keys      dk and dv        queries   dq        mask   d_mask        sinks   d_sinks
-//! together  in place of keys and queries: dk, dv and parts of dq; then parts (dq), and both for heads that were noted, which keys and queries
-//!           of float32 may have too
+//! together  in place of keys and queries: dk, dv and parts of dq; then parts (dq)
+//! again     keys and queries once more, of heads that were noted: behind together, and behind each of float32 on compute capability 9.0
 //! ```
 //! Each writes what no other does, and reads what rows left. Deliberately absent: any choice, any allocation.
 

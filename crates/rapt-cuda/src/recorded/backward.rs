@@ -194,3 +194,35 @@ fn three_gradients_of_plain_scores_are_one_launch_of_as_many_blocks_as_there_are
     let (plan, _) = Asked { asks: [true, true, false, false, false], ..plain }.run(&of, 1 << 20);
     assert_eq!(passes(&plan), [generic(Pass::Rows), mma(Pass::Keys), mma(Pass::Queries)]);
 }
+
+#[test]
+fn float32_has_passes_by_halves_and_notes_beside_the_states_of_rows() {
+    let of = Recorded::new(Parts::default(), |_| {});
+    let plain = Asked { dtype: DType::F32, arriving: DType::F32, masked: false, ..ALL };
+    // States of 840 rows; 2 words, and 4 heads of keys.
+    let bytes = 840 * 16 + 4 * (2 + 4);
+    let (plan, ran) = plain.run(&of, bytes);
+    assert_eq!(plan.workspace_bytes(), bytes);
+    let (generic, mma, halves) = (Algorithm::Backward, Algorithm::BackwardMma, Algorithm::BackwardHalves);
+    let expected =
+        [generic(Pass::Rows), halves(Pass::Keys), mma(Pass::KeysAgain), halves(Pass::Queries), mma(Pass::QueriesAgain)];
+    assert_eq!(passes(&plan), expected);
+    let blocks = |ran: rapt_core::Result<Vec<Call>>| {
+        let of = |call| if let Call::Launch { grid, stream: 77, .. } = call { grid.blocks } else { panic!("{call:?}") };
+        ran.unwrap().into_iter().map(of).collect::<Vec<_>>()
+    };
+    // 90 keys and 70 queries of 128 a block, of four and of twelve heads; what is computed again has 64 rows a block.
+    assert_eq!(blocks(ran), [24, 4, 8, 12, 24]);
+    let text = plan.explain().to_string();
+    assert!(text.contains("backward_halves keys float32 64/64"), "{text}");
+    let (_, ran) = plain.run(&of, bytes - 1);
+    assert_eq!(ran, Err(Error::OutOfMemory { bytes }));
+    // With every option; dk and dv of wider heads have blocks of their own, and heads beyond 128 other kernels.
+    let (plan, ran) = Asked { masked: true, head_dim: 128, ..plain }.run(&of, bytes);
+    assert_eq!((passes(&plan), blocks(ran)), (expected.to_vec(), vec![24, 8, 16, 12, 24]));
+    let (plan, _) = Asked { head_dim: 136, ..plain }.run(&of, bytes);
+    assert_eq!(passes(&plan), [Pass::Rows, Pass::Keys, Pass::Queries].map(generic));
+    // Of what is asked for.
+    let (plan, _) = Asked { asks: [false, true, false, false, false], ..plain }.run(&of, bytes);
+    assert_eq!(passes(&plan), expected[..3]);
+}

@@ -244,9 +244,9 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let workspace_bytes = noting.as_ref().map_or(states, |noting| noting.bytes);
     Ok(BackwardLaunch {
         workspace_bytes: if steps.is_empty() { 0 } else { workspace_bytes },
+        cost: cost_of(spec, caps, why.is_none(), scores_of(&steps)),
         steps,
         params: BackwardParams::new(spec, all),
-        cost: cost_of(spec, caps, why.is_none(), hopper.is_some()),
         hopper,
         noting,
         multiprocessors: caps.multiprocessors,
@@ -296,8 +296,27 @@ fn whole(spec: &BackwardSpec) -> Partition {
     }
 }
 
+/// How often scores are formed: once for all gradients, or for those of keys and for dq; where dk and dv have blocks of their own, for each.
+fn scores_of(steps: &[PassStep]) -> Scores {
+    let variants = || steps.iter().filter(|of| of.again == 0).map(|of| &of.step.variant);
+    if variants().any(|variant| variant.algorithm == Algorithm::BackwardHopper) {
+        Scores::Once
+    } else if variants().any(KernelVariant::is_split) {
+        Scores::ForEach
+    } else {
+        Scores::ForKeysAndQueries
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Scores {
+    Once,
+    ForKeysAndQueries,
+    ForEach,
+}
+
 /// The products of the passes, and what is read and written once.
-fn cost_of(spec: &BackwardSpec, caps: &Caps, on_tensor_cores: bool, in_one_pass: bool) -> Cost {
+fn cost_of(spec: &BackwardSpec, caps: &Caps, on_tensor_cores: bool, scores: Scores) -> Cost {
     let forward = spec.forward();
     let kernel = if on_tensor_cores { Kernel::Forward } else { Kernel::Generic };
     let once = cost::cost(forward, caps, kernel);
@@ -307,7 +326,8 @@ fn cost_of(spec: &BackwardSpec, caps: &Caps, on_tensor_cores: bool, in_one_pass:
     let products = if_asked(of_dk || of_dv, dim)
         + if_asked(of_dk, dim_v + dim)
         + if_asked(of_dv, dim_v)
-        + if_asked(spec.dq().is_some(), if in_one_pass { dim } else { 2.0 * dim + dim_v })
+        + if_asked(of_dk && of_dv && scores == Scores::ForEach, dim)
+        + if_asked(spec.dq().is_some(), if scores == Scores::Once { dim } else { 2.0 * dim + dim_v })
         + if_asked(spec.d_mask().is_some(), dim + dim_v);
     let flops = 2.0 * pairs * products;
     let bytes = |of: Option<&TensorSpec<4>>| {
@@ -317,7 +337,12 @@ fn cost_of(spec: &BackwardSpec, caps: &Caps, on_tensor_cores: bool, in_one_pass:
     let ratio = if once.flops > 0.0 { flops / once.flops } else { 0.0 };
     Cost {
         flops,
-        exponentials: once.exponentials * if in_one_pass { 1.0 } else { 2.0 },
+        exponentials: once.exponentials
+            * match scores {
+                Scores::Once => 1.0,
+                Scores::ForKeysAndQueries => 2.0,
+                Scores::ForEach => 3.0,
+            },
         bytes_read: once.bytes_read + once.bytes_written + bytes(Some(spec.d_o())),
         bytes_written: written,
         floor_cycles: once.floor_cycles * ratio,

@@ -176,39 +176,41 @@ impl KernelVariant {
         if again.is_some() {
             options.define("AGAIN", 1);
         }
-        if matches!(self.algorithm, Algorithm::BackwardMma(_)) {
+        if matches!(self.algorithm, Algorithm::BackwardMma(_) | Algorithm::BackwardHalves(_)) {
             options.define("BLOCK_M", self.block_m);
             options.define("BLOCK_N", self.block_n);
-            options.define("STAGES", self.stages);
             options.define("SPLIT", u32::from(self.is_split()));
+        }
+        if matches!(self.algorithm, Algorithm::BackwardMma(_)) {
+            options.define("STAGES", self.stages);
             options.define("MIN_BLOCKS", if self.shared_bytes() <= 112 * 1024 { 2 } else { 1 });
         } else if matches!(self.algorithm, Algorithm::BackwardHalves(_)) {
-            options.define("BLOCK_M", self.block_m);
-            options.define("BLOCK_N", self.block_n);
-            options.define("A_STAGES", BACKWARD_HALVES_STAGES);
-            options.define("SPLIT", u32::from(self.is_split()));
-            let last = |columns: u32| (columns - 1) % BOX_COLUMNS + 1;
-            options.define("LAST_COLUMNS", last(self.dims.0));
-            options.define("LAST_COLUMNS_V", last(self.dims.1));
-            // Scores that are changed, and addresses of elements, leave the second of two quarters no registers.
-            let is_plain = !self.natural && self.mask.is_none() && self.loads != Loads::ByElement;
-            let quarters = if is_plain { 2 } else { 1 };
-            options.define("QUARTERS", quarters);
-            // As many as 512 threads were given at the start: 128 each. What spills follows no rule: these leave 0 to 16 bytes, and 36 to 64 beside
-            // biases at head dim 128 (NVRTC 13.2).
-            let loading = match (self.dims.0.max(self.dims.1), self.loads) {
-                (..=64, Loads::ByElement) => 48,
-                (..=64, _) => 40,
-                (65..=112, _) => 64,
-                _ => 56,
-            };
-            options.define("LOADING_REGISTERS", loading);
-            options.define("MULTIPLYING_REGISTERS", 256 - loading);
+            self.add_backward_halves(options);
         } else if pass == Pass::Parts {
             options.define("DQ_COLUMNS", self.dq_columns());
         } else if !matches!(pass, Pass::Rows | Pass::Sinks) {
             options.define("DV_COLUMNS", generic_columns(self.storage));
         }
+    }
+
+    fn add_backward_halves(&self, options: &mut Options) {
+        options.define("A_STAGES", BACKWARD_HALVES_STAGES);
+        let last = |columns: u32| (columns - 1) % BOX_COLUMNS + 1;
+        options.define("LAST_COLUMNS", last(self.dims.0));
+        options.define("LAST_COLUMNS_V", last(self.dims.1));
+        // Scores that are changed, and addresses of elements, leave the second of two quarters no registers.
+        let is_plain = !self.natural && self.mask.is_none() && self.loads != Loads::ByElement;
+        options.define("QUARTERS", if is_plain { 2 } else { 1 });
+        // As many as 512 threads were given at the start: 128 each. What spills follows no rule: these leave 0 to 8 bytes, up to 64 beside biases, and
+        // up to 76 where weights are dropped and nothing else is asked (NVRTC 13.2).
+        let loading = match (self.dims.0.max(self.dims.1), self.loads) {
+            (..=64, Loads::ByElement) => 48,
+            (..=64, _) => 40,
+            (65..=112, _) => 64,
+            _ => 56,
+        };
+        options.define("LOADING_REGISTERS", loading);
+        options.define("MULTIPLYING_REGISTERS", 256 - loading);
     }
 
     fn add_backward_hopper(&self, options: &mut Options) {
