@@ -74,8 +74,8 @@ impl<'a> Explanation<'a> {
             PRounding::Storage => {
                 format!("to {} for the product with v; its sum stays {}", key.storage, key.accumulation)
             }
-            PRounding::TwoStorage => {
-                format!("to the sum of two {} for the product with v; its sum stays {}", key.storage, key.accumulation)
+            PRounding::TwoBf16 => {
+                format!("to the sum of two bfloat16 for the product with v; its sum stays {}", key.accumulation)
             }
             PRounding::Fixed => format!(
                 "to 24 bits against the largest of a block of keys, for the product with v; its sum stays {}",

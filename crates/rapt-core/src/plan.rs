@@ -193,8 +193,8 @@ listed! {
         Accumulation,
         /// To the storage dtype, for the product with v; what divides is the sum before rounding.
         Storage,
-        /// To the sum of two numbers of the storage dtype, for the product with v: 16 bits of bfloat16.
-        TwoStorage,
+        /// To the sum of two bfloat16, for the product with v: 16 bits.
+        TwoBf16,
         /// To 24 bits in fixed point, for the product with v, each weight with the factor of its code: against the largest of a block of keys.
         Fixed,
         /// To 8 bits against the maximum of their block of [`INT8_BLOCK`](crate::INT8_BLOCK) keys, for the product with v; what divides is the

@@ -280,15 +280,17 @@ fn main() {
     let value = |name: &str| words.iter().position(|word| word == name).and_then(|at| words.get(at + 1));
     let number = |name: &str, default| value(name).map_or(default, |text| text.parse().expect("a number"));
     let (rounds, threads, rotate) = (number("--rounds", 7), number("--threads", 2), number("--rotate-mb", 160) << 20);
+    // Of short queries too: which of them have tiles, `select` says.
+    rapt_cpu::tile_every_request();
     let found = rapt_cpu::available();
     let asked = |name: &str| value("--arch").is_none_or(|list| list.split(',').any(|one| one == name));
     let (one, many) = (SerialExecutor, ScopedThreads(threads));
     let mut proven = Proven::new();
     for &arch in found.iter().filter(|arch| !["scalar", "avx512_vnni"].contains(&arch.name()) && asked(arch.name())) {
         for dtype in COMPUTED {
-            // The dot instruction serves forward in bf16; the rest is AVX-512's.
+            // The dot instruction serves forward in bf16, tiles forward in what is a sum of bf16; the rest is AVX-512's.
             let pairs = matches!(arch, Arch::Avx512Bf16 | Arch::Amx);
-            if pairs && dtype != DType::BF16 {
+            if pairs && dtype != DType::BF16 && (arch == Arch::Avx512Bf16 || dtype == DType::F64) {
                 continue;
             }
             let mut block_n = 0;

@@ -33,6 +33,8 @@ use crate::select;
 /// Keys of a block: the queries are packed once for each. Of 128, 256 and 512, the last is 3 to 8 % faster at 2048 keys in float32 and in pairs of bf16
 /// (Zen 4, 2026-11), but a short K is cut in chunks first.
 const BLOCK_N: std::ops::RangeInclusive<usize> = 128..=512;
+/// The most keys of a block of numbers in parts, of which weights take as much memory as K and V.
+const MOST_KEYS_OF_PARTS: usize = 320;
 /// Most bytes of a block of K and V, and as many of their gradients.
 const BLOCK_BYTES: usize = 1 << 19;
 /// Chunks of keys at most: each has partial sums of dq, a tensor of q's size in the accumulation dtype.
@@ -139,10 +141,10 @@ impl LaunchPlan for BackwardLaunch {
     }
 }
 
-/// The kernels of a dtype, if this build has them: of bf16 with products of pairs on the instruction sets that `arch_of` leaves as they are.
+/// The kernels of a dtype, if this build has them: of bf16 with products of pairs on the instruction sets that `arch_of` leaves as they are, and of
+/// all that are sums of bf16 with AMX.
 fn entries_of(arch: Arch, storage: DType) -> Option<Entries> {
-    let of_pairs = arch::gradients_of_pairs(arch).filter(|_| storage == DType::BF16);
-    of_pairs.or_else(|| arch::with_vectors(arch, EntriesOf(storage)))
+    arch::gradients_of_pairs(arch, storage).or_else(|| arch::with_vectors(arch, EntriesOf(storage)))
 }
 
 /// Whether an instruction set has kernels of a dtype, and which.
@@ -164,11 +166,17 @@ impl Vectors for EntriesOf {
     }
 }
 
-/// The instruction set of the kernels: one with products of pairs where they are formed, of q, k, v and d_o alone.
+/// The instruction set of the kernels: one with products of pairs, or of parts in tiles, where they are formed, of q, k, v and d_o alone.
 fn arch_of(spec: &BackwardSpec, arch: Arch) -> Arch {
     let are_pairs = spec.forward().numerics.storage == DType::BF16 && spec.d_o().dtype == DType::BF16;
     match arch {
         Arch::Avx512Bf16 | Arch::Amx | Arch::NeonBf16 if are_pairs => arch,
+        Arch::Amx
+            if select::is_tiled(spec.forward(), Direction::Backward)
+                && spec.d_o().dtype == spec.forward().numerics.storage =>
+        {
+            arch
+        }
         Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => Arch::Avx512,
         Arch::NeonBf16 => Arch::Neon,
         arch => arch,
@@ -205,7 +213,11 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
         kernel: if is_empty { Kernel::Empty } else { Kernel::Backward },
         storage,
         accumulation,
-        p_rounding: if entries.steps > 1 { PRounding::Storage } else { PRounding::Accumulation },
+        p_rounding: match (entries.steps, entries.parts) {
+            (2, 1) => PRounding::Storage,
+            (2, 2) => PRounding::TwoBf16,
+            _ => PRounding::Accumulation,
+        },
         mask: match forward.mask {
             None => MaskClass::None,
             Some(mask) if mask.dtype == DType::Bool => MaskClass::Bool,
@@ -223,9 +235,14 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
     let threads = if is_short { 1 } else { caps.threads.max(1) };
     let partition = partition(spec, &entries, threads);
     let scratch = BackwardScratch::new(spec, &partition, entries.lanes);
+    let mut plain_scratch = scratch;
+    if entries.parts > 1 {
+        plain_scratch = BackwardScratch::new(spec, &partition.plain(), entries.lanes);
+    }
     let size = accumulation.size_bytes();
     let bytes = |elements: usize| elements.saturating_mul(size).checked_next_multiple_of(64).unwrap_or(usize::MAX);
-    let (scratch_bytes, states_bytes) = (bytes(scratch.len), bytes(partition.tasks * partition.rows));
+    let (scratch_bytes, states_bytes) =
+        (bytes(scratch.len.max(plain_scratch.len)), bytes(partition.tasks * partition.rows));
     let partials = partition.partials_of_task().saturating_mul(partition.wave);
     let partials_bytes = if spec.dq().is_some() { bytes(partials) } else { 0 };
     let shared = SharedSums::new(spec, &partition, entries.lanes);
@@ -239,9 +256,10 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
         if in_place { 0 } else { partition.block_n * partition.lanes(dim) * size }
     };
     let of_kv = packed(partition.k_in_place, forward.head_dim()) + packed(partition.v_in_place, forward.head_dim_v());
-    let of_q = 2 * partition.run_rows() * (forward.head_dim() + forward.head_dim_v()) * size / entries.steps;
+    let of_q =
+        2 * partition.run_rows() * (forward.head_dim() + forward.head_dim_v()) * size / entries.steps * entries.parts;
     let cost = Cost { bytes_packed: threads.saturating_mul(of_kv + of_q), ..cost(threads) };
-    let decisions = BackwardDecisions { partition, scratch, scores: ScoreRule::new(spec), shared };
+    let decisions = BackwardDecisions { partition, scratch, plain_scratch, scores: ScoreRule::new(spec), shared };
     let steps = Some(BackwardSteps { arch, storage, decisions, scratch_bytes, states_bytes, shared_bytes });
     Ok(BackwardPlan::new(spec.clone(), key, BackwardLaunch { steps, threads, workspace_bytes, cost }))
 }
@@ -250,8 +268,9 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
 fn partition(spec: &BackwardSpec, entries: &Entries, threads: usize) -> BackwardPartition {
     let forward = spec.forward();
     let (kv_len, size) = (forward.kv_len(), forward.numerics.accumulation.size_bytes());
-    let row_bytes = (forward.head_dim() + forward.head_dim_v()) * size / entries.steps;
-    let of_chunk = kv_len.div_ceil(CHUNKS).clamp(*BLOCK_N.start(), *BLOCK_N.end());
+    let row_bytes = (forward.head_dim() + forward.head_dim_v()) * size / entries.steps * entries.parts;
+    let most_keys = if entries.parts > 1 { MOST_KEYS_OF_PARTS } else { *BLOCK_N.end() };
+    let of_chunk = kv_len.div_ceil(CHUNKS).clamp(*BLOCK_N.start(), most_keys);
     let run = entries.form.key_run.max(16);
     let block_n = of_chunk.min(kv_len).next_multiple_of(run).min((BLOCK_BYTES / row_bytes / run * run).max(run));
     let blocks = kv_len.div_ceil(block_n);
@@ -272,6 +291,7 @@ fn partition(spec: &BackwardSpec, entries: &Entries, threads: usize) -> Backward
         form: entries.form,
         block_n,
         steps: entries.steps,
+        parts: entries.parts,
         tile_of_dq: forward.head_dim().next_multiple_of(entries.form.dim_run).saturating_mul(entries.queries),
         chunk_keys,
         chunks,

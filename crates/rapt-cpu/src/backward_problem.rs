@@ -8,6 +8,8 @@
 //! shared sums     of a gradient that tasks share: the sum of theirs so far, and of dk and dv each task's own of the wave
 //! ```
 
+use std::sync::{Arc, OnceLock};
+
 use rapt_core::{BackwardOperands, BackwardSpec, MaskClass, TensorSpec};
 
 use crate::dropping::Dropping;
@@ -46,8 +48,9 @@ pub(crate) struct BackwardPartition {
     pub(crate) chunks: usize,
     /// Tasks whose partial sums of dq lie in memory at a time.
     pub(crate) wave: usize,
-    /// Numbers of a lane of products.
+    /// Numbers of a lane of products, and lanes that a number is the sum of.
     pub(crate) steps: usize,
+    pub(crate) parts: usize,
     /// Elements of the partial sums of dq of a tile.
     pub(crate) tile_of_dq: usize,
     /// Whether K and V are read where they lie.
@@ -63,7 +66,13 @@ impl BackwardPartition {
 
     /// Lanes of a packed row of `dim` numbers of K or V.
     pub(crate) fn lanes(&self, dim: usize) -> usize {
-        dim.div_ceil(self.steps).next_multiple_of(self.form.dim_run)
+        dim.div_ceil(self.steps).next_multiple_of(self.form.dim_run) * self.parts
+    }
+
+    /// The same work by lanes of one number, where tasks with numbers that lanes do not hold are computed so (`kernels/parts`).
+    pub(crate) fn plain(&self) -> BackwardPartition {
+        let form = Form { key_run: 1, keys_at_a_time: 64, dim_run: 1, in_place: false, ..self.form };
+        BackwardPartition { form, steps: 1, parts: 1, k_in_place: false, v_in_place: false, ..*self }
     }
 
     /// Tiles of a task.
@@ -129,7 +138,8 @@ impl BackwardScratch {
     pub(crate) fn new(spec: &BackwardSpec, partition: &BackwardPartition, lanes: usize) -> Self {
         let (forward, mut scratch) = (spec.forward(), BackwardScratch::default());
         let [dim, dim_v] = [forward.head_dim(), forward.head_dim_v()].map(|dim| dim.next_multiple_of(lanes));
-        let BackwardPartition { queries: width, form: Form { dim_run, tiles, .. }, block_n, steps, .. } = *partition;
+        let BackwardPartition { queries: width, form, block_n, steps, parts, .. } = *partition;
+        let Form { dim_run, tiles, .. } = form;
         let m = partition.run_rows();
         // Saturating: what cannot be counted cannot be allocated, and that is the error then.
         let mut part = |len: usize| {
@@ -139,25 +149,26 @@ impl BackwardScratch {
         };
         let product = |a: usize, b: usize| a.saturating_mul(b);
         let if_several = |len: usize| if steps > 1 { len } else { 0 };
+        let of_parts = |len: usize| product(len, parts);
         let (mask, d_mask) = (forward.mask.is_some(), spec.d_mask().is_some());
         let if_tiled = |len: usize| if dim_run > 1 { len } else { 0 };
         let panel = |in_place: bool, dim: usize| if in_place { 0 } else { product(block_n, partition.lanes(dim)) };
         let k_panel = part(panel(partition.k_in_place, forward.head_dim()));
         let v_panel = part(panel(partition.v_in_place, forward.head_dim_v()));
-        let along_keys = product(block_n / steps, forward.head_dim().next_multiple_of(dim_run));
+        let along_keys = of_parts(product(block_n / steps, forward.head_dim().next_multiple_of(dim_run)));
         let k_along_keys = part(if_several(along_keys).saturating_add(if_tiled(along_keys)));
         let (dk, dv) = (part(product(block_n, dim)), part(product(block_n, dim_v)));
-        let (q, d_o) = (part(product(m / steps, dim)), part(product(m / steps, dim_v)));
+        let (q, d_o) = (part(of_parts(product(m / steps, dim))), part(of_parts(product(m / steps, dim_v))));
         let turned = [forward.head_dim(), forward.head_dim_v()].map(|dim| partition.lanes(dim).next_multiple_of(lanes));
         let (q_t, d_o_t) = (part(product(m, turned[0])), part(product(m, turned[1])));
         let scores = part(if_several(block_n * width));
-        let (p, ds) = (part(block_n * m / steps), part(block_n * m / steps));
-        let ds_along_keys = part(if_several(block_n / steps * width));
+        let (p, ds) = (part(of_parts(block_n * m / steps)), part(of_parts(block_n * m / steps)));
+        let ds_along_keys = part(if_several(of_parts(block_n / steps * width)));
         let dp = part(block_n * width);
         let bias = part(if mask { tiles * block_n * width } else { 0 });
         let kept = part(if forward.dropout.is_some() { block_n * width } else { 0 });
         let d_mask = part(if d_mask { block_n * width } else { 0 });
-        let rows = part(product(2 * width, dim.max(dim_v)));
+        let rows = part(product(width, (2 * dim).max(2 * dim_v).max(turned[0]).max(turned[1])));
         let clean = part(if_tiled(m / steps * 2 * lanes));
         let BackwardScratch { len, .. } = scratch;
         BackwardScratch {
@@ -292,6 +303,8 @@ impl ScoreRule {
 pub(crate) struct BackwardDecisions {
     pub(crate) partition: BackwardPartition,
     pub(crate) scratch: BackwardScratch,
+    /// Of [`BackwardPartition::plain`], where numbers are sums of parts.
+    pub(crate) plain_scratch: BackwardScratch,
     pub(crate) scores: ScoreRule,
     pub(crate) shared: SharedSums,
 }
@@ -308,7 +321,7 @@ pub(crate) struct RowStates {
 }
 
 /// A request for gradients as the kernels see it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct BackwardProblem {
     pub(crate) q: Input<4>,
     pub(crate) k: Input<4>,
@@ -340,12 +353,15 @@ pub(crate) struct BackwardProblem {
     pub(crate) dropping: Option<Dropping>,
     pub(crate) partition: BackwardPartition,
     pub(crate) scratch: BackwardScratch,
+    pub(crate) plain_scratch: BackwardScratch,
     pub(crate) states: RowStates,
     pub(crate) shared: SharedSums,
     /// Their memory.
     pub(crate) shared_at: *mut u8,
     /// Those of the wave.
     pub(crate) partials: *mut u8,
+    /// Where numbers are sums of parts: whether all of a task have them, once an item has asked.
+    pub(crate) tasks_in_parts: Arc<[OnceLock<bool>]>,
     /// The first task of the wave, and how many there are.
     pub(crate) first_task: usize,
     pub(crate) wave_tasks: usize,
@@ -366,7 +382,7 @@ impl BackwardProblem {
         let (forward, tensors) = (spec.forward(), operands.tensors());
         let output =
             |of: Option<&TensorSpec<4>>, ptr: Option<*mut u8>| of.zip(ptr).map(|(of, ptr)| Output::new(ptr, of));
-        let BackwardDecisions { partition, scratch, scores, shared } = *decisions;
+        let BackwardDecisions { partition, scratch, plain_scratch, scores, shared } = *decisions;
         BackwardProblem {
             q: Input::new(tensors.q.as_ptr(), &forward.q),
             k: Input::new(tensors.k.as_ptr(), &forward.k),
@@ -400,10 +416,14 @@ impl BackwardProblem {
             dropping: Dropping::new(forward, tensors.dropout),
             partition,
             scratch,
+            plain_scratch,
             states,
             shared,
             shared_at,
             partials: std::ptr::null_mut(),
+            tasks_in_parts: (0..if partition.parts > 1 { partition.tasks } else { 0 })
+                .map(|_| OnceLock::new())
+                .collect(),
             first_task: 0,
             wave_tasks: 0,
         }
@@ -423,6 +443,11 @@ impl BackwardProblem {
     pub(crate) fn origin(&self, task: usize) -> [usize; 3] {
         let kv_head = task % self.num_kv_heads;
         [task / self.num_kv_heads, kv_head, kv_head * self.group_size]
+    }
+
+    /// The same by lanes of one number.
+    pub(crate) fn plain(&self) -> BackwardProblem {
+        BackwardProblem { partition: self.partition.plain(), scratch: self.plain_scratch, ..self.clone() }
     }
 
     /// Whether what comes after the probabilities is asked for.

@@ -53,3 +53,9 @@ pub fn model_tiles(is_modelled: bool) -> bool {
         false
     }
 }
+
+/// For tests: from now on products are formed tile by tile, where there is AMX, however few queries a request has.
+#[doc(hidden)]
+pub fn tile_every_request() {
+    arch::EVERY_REQUEST_IS_TILED.store(true, std::sync::atomic::Ordering::Relaxed);
+}

@@ -95,7 +95,7 @@ impl LaunchPlan for CpuLaunch {
     fn why_not_faster(&self, spec: &Spec, key: &KernelKey) -> String {
         let arch = key.arch;
         if key.kernel == Kernel::Empty
-            || matches!(key.p_rounding, PRounding::Storage | PRounding::TwoStorage | PRounding::Fixed)
+            || matches!(key.p_rounding, PRounding::Storage | PRounding::TwoBf16 | PRounding::Fixed)
         {
             String::new()
         } else if key.kernel == Kernel::ForwardInt8 {

@@ -47,9 +47,9 @@ pub mod tune;
 pub use arch::{KernelVariant, Step};
 pub use backward::{BackwardLaunch, run_backward, select_backward};
 pub use backward_batch::BackwardBatch;
-#[doc(hidden)]
-pub use caps::model_tiles;
 pub use caps::{available, detect};
+#[doc(hidden)]
+pub use caps::{model_tiles, tile_every_request};
 pub use deviation::deviations;
 pub use fill::fill;
 pub use launch::CpuLaunch;

@@ -12,7 +12,7 @@
 /// Offsets in elements of the accumulation dtype; each part starts at a multiple of 16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Scratch {
-    /// Forward: `[tiles][head_dim_padded][queries]`. Decode: `[rows][head_dim_padded]`.
+    /// Forward: `[tiles][q_lanes][queries]`. Decode: `[rows][head_dim_padded]`.
     pub(crate) q: usize,
     /// `[tiles][head_dim_v_padded][queries]`.
     pub(crate) o: usize,
@@ -27,11 +27,17 @@ pub(crate) struct Scratch {
     pub(crate) o_factors: usize,
     /// Scores, then probabilities. Forward: `[block_n][queries]`. Decode: `[rows][block_n]`.
     pub(crate) p: usize,
-    /// Forward, where products are formed tile by tile: three of p, from one to the next.
+    /// Forward, where products are formed tile by tile: three of p, from one to the next, and where weights begin in each that do not go over scores.
     pub(crate) p_len: usize,
+    pub(crate) p_weights: usize,
+    /// Forward, of numbers in parts: `[tiles][queries]` and `[block_n]` flags of rows whose scores are computed again; else unused.
+    pub(crate) odd_queries: usize,
+    pub(crate) odd_keys: usize,
+    /// Forward: lanes of a row of Q.
+    pub(crate) q_lanes: usize,
     /// Forward: `[block_n][queries]`, with a mask. Decode: `[block_n]`.
     pub(crate) bias: usize,
-    /// `[queries][max(head_dim, head_dim_v)_padded]`.
+    /// `[queries][max(q_lanes, head_dim, head_dim_v)_padded]`.
     pub(crate) rows: usize,
     /// Forward: `[block_n][head_dim]`, where packed. Decode: `[panel_keys][max(head_dim, head_dim_v)]` of the storage dtype, for
     /// K and V in turn.
@@ -92,8 +98,8 @@ pub(crate) struct ForwardSizes {
     pub(crate) has_mask: bool,
     pub(crate) pack_k: bool,
     pub(crate) pack_v: bool,
-    /// Whether products are formed tile by tile: K, V and weights are whole tiles, and V has room for a second block.
-    pub(crate) tiled: bool,
+    /// Parts of a number where products are formed tile by tile: K, V and weights are whole tiles, and V has room for a second block.
+    pub(crate) tiled: Option<usize>,
     pub(crate) pairs: FactorsOfPairs,
 }
 
@@ -167,14 +173,22 @@ impl Scratch {
             *sizes;
         // Transposes work on whole vectors of at most 16.
         let (head_dim_padded, head_dim_v_padded) = (head_dim.next_multiple_of(16), head_dim_v.next_multiple_of(16));
-        // Of tiles, a lane is two numbers in one element: so much is room for two blocks, and more than K's one.
-        let (mut k_dim, mut v_dim) = (head_dim, head_dim_v);
-        if tiled {
-            (block_n, k_dim, v_dim) = (block_n.next_multiple_of(32), head_dim.next_multiple_of(32), head_dim_v_padded);
+        let (mut k_dim, mut v_dim, mut q_lanes) = (head_dim, head_dim_v, head_dim_padded);
+        let (mut p_weights, mut p_len) = (0, 0);
+        if let Some(of_number) = tiled {
+            block_n = block_n.next_multiple_of(32);
+            // Of tiles, a lane is two numbers in one element, of each part: so much is room for two blocks, and more than K's one.
+            (k_dim, v_dim) = (of_number * head_dim.next_multiple_of(32), of_number * head_dim_v_padded);
+            q_lanes = of_number * head_dim.div_ceil(2).next_multiple_of(16);
+            // Two parts of a pair of weights go over two scores.
+            p_weights = if of_number > 2 { block_n * queries } else { 0 };
+            p_len = p_weights + block_n * queries * of_number.max(2) / 2;
         }
+        let of_parts = tiled.is_some_and(|of_number| of_number > 1);
+        let rows = q_lanes.max(head_dim_padded).max(head_dim_v_padded);
         let mut parts = Parts::default();
         Scratch {
-            q: parts.next(tiles * head_dim_padded * queries),
+            q: parts.next(tiles * q_lanes * queries),
             o: parts.next(tiles * head_dim_v_padded * queries),
             row_max: parts.next(tiles * queries),
             row_sum: parts.next(tiles * queries),
@@ -182,10 +196,14 @@ impl Scratch {
             v_biases: parts.next_if(pairs.of_v, block_n),
             v_inverses: parts.next_if(pairs.of_v, block_n),
             o_factors: parts.next_if(pairs.of_output, head_dim_v_padded),
-            p: parts.next(block_n * queries * if tiled { 3 } else { 1 }),
-            p_len: if tiled { block_n * queries } else { 0 },
+            odd_queries: parts.next_if(of_parts, tiles * queries),
+            odd_keys: parts.next_if(of_parts, block_n),
+            p: parts.next(if p_len > 0 { 3 * p_len } else { block_n * queries }),
+            p_len,
+            p_weights,
+            q_lanes,
             bias: parts.next(if has_mask { block_n * queries } else { 0 }),
-            rows: parts.next(queries * head_dim_padded.max(head_dim_v_padded)),
+            rows: parts.next(queries * rows),
             k_panel: parts.next(if pack_k { block_n * k_dim } else { 0 }),
             v_panel: parts.next(if pack_v { block_n * v_dim } else { 0 }),
             len: parts.len,

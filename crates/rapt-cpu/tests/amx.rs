@@ -107,6 +107,7 @@ fn gradients(dim: usize) -> [Vec<bf16>; 3] {
 
 #[test]
 fn the_unit_and_its_model_give_the_same_bits_and_the_model_conforms() {
+    rapt_cpu::tile_every_request();
     let has_unit = rapt_cpu::model_tiles(true);
     if !rapt_cpu::available().contains(&Arch::Amx) {
         return println!("skipped: the model needs AVX-512 with bf16 around it");
@@ -136,7 +137,8 @@ fn the_unit_and_its_model_give_the_same_bits_and_the_model_conforms() {
         }
     }
     for n in 0..80 {
-        let case = GradientCase::random(rng.bits(), &[DType::BF16], 40_000);
+        let dtype = [DType::BF16, DType::F32, DType::F16][n % 3];
+        let case = GradientCase::random(rng.bits(), &[dtype], 40_000);
         judge_gradients(&mut [backward_engine()], &case).unwrap_or_else(|what| panic!("problem {n}: {what}"));
     }
     let config = Config { seed: 5, problems: 150, quantized: 0, ..Config::default() };

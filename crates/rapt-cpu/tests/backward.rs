@@ -28,6 +28,7 @@ impl Executor for Spawning {
 
 /// The instruction sets whose kernels differ: the backward pass has no products of int8.
 fn arches() -> Vec<Arch> {
+    rapt_cpu::tile_every_request();
     rapt_cpu::available().iter().copied().filter(|&arch| arch != Arch::Avx512Vnni).collect()
 }
 
@@ -101,9 +102,11 @@ fn gradients_of_many_blocks_and_of_none() {
     }
 }
 
-/// Weights are rounded where products are pairs: of bfloat16, of which `d_o` is too, on instruction sets that have them.
+/// Weights are rounded where products are pairs: of bfloat16, of which `d_o` is too, on instruction sets that have them; and of float16 in tiles, to two
+/// bfloat16.
 #[test]
-fn products_are_pairs_of_bfloat16_alone() {
+fn products_are_pairs_of_bfloat16_and_of_parts_in_tiles() {
+    rapt_cpu::tile_every_request();
     let planned = |arch, dtype, of_d_o| {
         let x = contiguous(dtype, [1, 2, 40, 16]);
         let options = Options::default().with_out_dtype(of_d_o);
@@ -125,10 +128,12 @@ fn products_are_pairs_of_bfloat16_alone() {
     }
     if cfg!(target_arch = "x86_64") {
         assert_eq!(planned(Arch::Amx, DType::BF16, DType::BF16), (Arch::Amx, PRounding::Storage));
+        assert_eq!(planned(Arch::Amx, DType::F16, DType::F16), (Arch::Amx, PRounding::TwoBf16));
+        assert_eq!(planned(Arch::Amx, DType::F32, DType::F32), (Arch::Amx, PRounding::Accumulation));
     }
     for (arch, dtype, of_d_o) in [
         (Arch::Amx, DType::BF16, DType::F32),
-        (Arch::Amx, DType::F16, DType::F16),
+        (Arch::Amx, DType::F16, DType::F32),
         (of_pairs, DType::BF16, DType::F32),
         (of_pairs, DType::F32, DType::F32),
         (of_pairs, DType::F16, DType::F16),

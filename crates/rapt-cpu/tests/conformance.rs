@@ -37,6 +37,7 @@ const TOOLS: [&str; 8] = ["cc", "c++", "pkg-config", "valgrind", "asan", "nvrtc"
 
 #[test]
 fn every_instruction_set_conforms() {
+    rapt_cpu::tile_every_request();
     for name in std::env::var("RAPT_REQUIRE").unwrap_or_default().split(',').filter(|name| !name.is_empty()) {
         let found = rapt_cpu::available().iter().any(|arch| arch.name() == name);
         let is_of_others = name.starts_with("sm") || TOOLS.contains(&name);
@@ -58,6 +59,7 @@ fn every_instruction_set_conforms() {
 
 #[test]
 fn two_threads_conform() {
+    rapt_cpu::tile_every_request();
     let arch = *rapt_cpu::available().last().expect("the scalar path is always there");
     let config =
         Config { seed: 99, problems: 250, dropout: 50, max_work: 20_000_000, fixed: false, ..Config::default() };

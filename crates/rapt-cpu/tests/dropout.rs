@@ -103,6 +103,7 @@ fn mask_of(arch: Arch, dtype: DType, sizes: Sizes, options: &Options, seed: Drop
 
 #[test]
 fn every_weight_is_dropped_or_kept_by_the_definition() {
+    rapt_cpu::tile_every_request();
     let seed = DropoutSeed { seed: 0x0123_4567_89ab_cdef, offset: (5 << 32) + 1, first_batch: 3 };
     let plain = Options::default().with_dropout_p(0.4);
     // Tiles narrow and wide, several heads to a tile, rows and keys with tails; few rows are decode's, in several chunks.
@@ -135,6 +136,7 @@ fn every_weight_is_dropped_or_kept_by_the_definition() {
 
 #[test]
 fn the_bits_of_a_row_are_its_own() {
+    rapt_cpu::tile_every_request();
     let sizes = Sizes { batch: 3, heads: 4, kv_heads: 2, q_len: 50, kv_len: 90, dim: 16, dim_v: 24 };
     let mut rng = Rng::new(4);
     let mut numbers = |n: usize| (0..n).map(|_| rng.normal()).collect::<Vec<f64>>();

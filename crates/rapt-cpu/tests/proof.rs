@@ -21,6 +21,7 @@ fn engine(arch: Arch) -> Box<Engine<'static>> {
 
 #[test]
 fn a_hundred_thousand_problems_between_pages() {
+    rapt_cpu::tile_every_request();
     let start = Instant::now();
     let engines = || rapt_cpu::available().iter().map(|&arch| engine(arch)).collect();
     let all = proof(&engines, &Proof { quantized: 500, int8: 500, ..Proof::default() })

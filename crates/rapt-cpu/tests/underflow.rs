@@ -70,6 +70,7 @@ fn run(arch: Arch, case: &Case, values: &Values) -> Ran {
 
 /// Every instruction set, dtype and kernel.
 fn each(mut test: impl FnMut(Arch, DType, usize)) {
+    rapt_cpu::tile_every_request();
     for &arch in rapt_cpu::available() {
         for dtype in DTYPES {
             for q_len in Q_LENS {

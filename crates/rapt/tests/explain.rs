@@ -137,9 +137,11 @@ fn on_the_host_each_row_is_what_the_launch_plan_holds() {
             }
             let variants = plan.launch_plan::<CpuLaunch>().unwrap().variants();
             let dtype = request.dtype;
+            // Too few queries for tiles of parts; float64 has none.
+            let arch = if arch == Arch::Amx && dtype != DType::BF16 { Arch::Avx512 } else { arch };
             let Some(main) = variants.first() else {
                 assert!(request.q_len == 0 || request.kv_len == 0, "{request:?}");
-                assert_eq!(rows["kernel"], format!("empty {dtype} on {}", arch.name()));
+                assert_eq!(rows["kernel"], format!("empty {dtype} on {}", plan.key().arch.name()));
                 assert_eq!(rows["tiles"], request.tiles(0, 0, None, 0));
                 return;
             };
@@ -153,7 +155,8 @@ fn on_the_host_each_row_is_what_the_launch_plan_holds() {
                 _ => ("forward", "many queries: they fill the lanes".to_owned(), plan.block_m(), plan.block_n()),
             };
             seen.borrow_mut().insert((kernel, variants.len()));
-            assert_eq!(rows["kernel"], format!("{kernel} {} on {}", main.storage, main.arch.name()), "{request:?}");
+            assert_eq!(rows["kernel"], format!("{kernel} {} on {}", main.storage, arch.name()), "{request:?}");
+            assert_eq!(main.arch, arch, "{request:?}");
             assert!(rows["why"].starts_with(&why), "{request:?}: {}", rows["why"]);
             assert_eq!(rows["tiles"], request.tiles(block_m, block_n, Some(work), 0), "{request:?}");
             assert_eq!(

@@ -118,7 +118,7 @@ impl Varlen {
 
 #[test]
 fn each_sequence_has_the_bits_of_a_call_alone() {
-    let (engine, q_lens, kv_lens) = (engine(), [1, 40, 0, 3, 700, 2], [900, 40, 7, 0, 650, 1]);
+    let (engine, q_lens, kv_lens) = (engine(), [1, 300, 0, 3, 700, 2], [900, 40, 7, 0, 650, 1]);
     let causal = |causal| Options { causal: Some(causal), ..Options::default() };
     for options in [Options::default(), causal(Causal::TopLeft), causal(Causal::BottomRight).with_window(Some(5), None)]
     {
@@ -141,7 +141,7 @@ fn each_sequence_has_the_bits_of_a_call_alone() {
 
 #[test]
 fn what_would_run_names_the_kernel_of_each_sequence() {
-    let (engine, q_lens, kv_lens) = (engine(), [1, 40, 0, 3, 700, 2], [900, 40, 7, 0, 650, 1]);
+    let (engine, q_lens, kv_lens) = (engine(), [1, 300, 0, 3, 700, 2], [900, 40, 7, 0, 650, 1]);
     let mut all = Varlen::new(&q_lens, &kv_lens);
     let plan = engine.explain_varlen(all.tensors().unwrap(), &Options::default(), 3).unwrap();
     assert!(all.out.iter().chain(&all.lse).all(|x| x.is_nan()), "nothing is written");
@@ -160,7 +160,7 @@ fn what_would_run_names_the_kernel_of_each_sequence() {
     assert_eq!(forward.plan().spec().q_len(), 700, "that with the most work");
     let text = plan.to_string();
     assert!(text.starts_with("sequences        6\n") && text.contains("of 6 sequences: "), "{text}");
-    assert!(text.contains("q_len 700, kv_len 650") && !text.contains("q_len 40,"), "{text}");
+    assert!(text.contains("q_len 700, kv_len 650") && !text.contains("q_len 300,"), "{text}");
     // What a call would refuse is refused.
     all.of_q[1] = -1;
     let error = engine.explain_varlen(all.tensors().unwrap(), &Options::default(), 3).unwrap_err();

@@ -250,6 +250,8 @@ fn check(request: &Request, plan: &Plan, arch: Arch, threads: usize) {
             if may_quad && plan.key().arch == Arch::Avx512Vnni { Arch::Avx512Vnni } else { Arch::Avx512 }
         }
         Arch::Avx512Vnni if !is_int8 => Arch::Avx512,
+        // Tiles of parts are for many queries, and there for q, k and v of one dtype; float64 has none.
+        Arch::Amx if !is_int8 && request.dtype != DType::BF16 && plan.key().arch == Arch::Avx512 => Arch::Avx512,
         arch => arch,
     };
     let is_codes_alone = request.codes.named().iter().all(|(_, codes)| codes.is_some());

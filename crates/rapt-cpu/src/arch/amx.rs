@@ -142,7 +142,42 @@ pub(crate) struct InMemory<P> {
     pub(crate) next: usize,
     /// From one tile to the next along the contraction, or the columns of `c`.
     pub(crate) along: usize,
+    /// From one part of the numbers of a tile to the next.
+    pub(crate) part: usize,
     pub(crate) row: usize,
+}
+
+impl InMemory<*const u8> {
+    /// The tile of a part, `steps` along the contraction.
+    #[inline(always)]
+    fn at(self, steps: usize, part: usize) -> Self {
+        InMemory { ptr: self.ptr.wrapping_add(steps * self.along + part * self.part), ..self }
+    }
+}
+
+/// Which parts of the numbers of `a` and of `b` are multiplied with one another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Parts {
+    /// Numbers have one.
+    Whole,
+    /// All four of two and two.
+    Four,
+    /// Of two and two, all but the smallest.
+    Three,
+    /// Of three and three, the six largest.
+    Six,
+}
+
+impl Parts {
+    /// Part of `a`, part of `b`, the first being the largest: in the order in which they are summed, such that each tile of `a` is loaded once.
+    const fn pairs(self) -> &'static [[usize; 2]] {
+        match self {
+            Parts::Whole => &[[0, 0]],
+            Parts::Four => &[[1, 1], [1, 0], [0, 0], [0, 1]],
+            Parts::Three => &[[1, 0], [0, 0], [0, 1]],
+            Parts::Six => &[[2, 0], [1, 0], [1, 1], [0, 1], [0, 2], [0, 0]],
+        }
+    }
 }
 
 /// What is multiplied: `steps` tiles along the contraction.
@@ -152,6 +187,7 @@ pub(crate) struct Operands {
     pub(crate) b: InMemory<*const u8>,
     pub(crate) c: InMemory<*mut u8>,
     pub(crate) steps: usize,
+    pub(crate) parts: Parts,
     /// Whether the sums begin at 0, not at what `c` holds.
     pub(crate) from_zero: bool,
 }
@@ -214,14 +250,11 @@ macro_rules! dot {
 /// alone (2.65 of 3.3 TFLOP/s of a core, Xeon with AMX, 2026-11); loads of tiles whose rows lie across cache lines take ten times as long.
 #[inline(always)]
 unsafe fn by_amx<const R: usize, const C: usize>(operands: &Operands) {
-    let Operands { mut a, mut b, steps, .. } = *operands;
     // SAFETY: as of the caller.
     unsafe {
         begin::<R, C>(operands);
-        for _ in 0..steps {
-            step::<R, C>(a, b);
-            a.ptr = a.ptr.wrapping_add(a.along);
-            b.ptr = b.ptr.wrapping_add(b.along);
+        for at in 0..operands.steps {
+            step::<R, C>(operands, at);
         }
         end::<R, C>(operands);
     }
@@ -274,18 +307,61 @@ pub(crate) unsafe fn begin<const R: usize, const C: usize>(operands: &Operands) 
 /// # Safety
 /// As of [`begin`], which came before.
 #[inline(always)]
-pub(crate) unsafe fn step<const R: usize, const C: usize>(a: InMemory<*const u8>, b: InMemory<*const u8>) {
+pub(crate) unsafe fn step<const R: usize, const C: usize>(operands: &Operands, at: usize) {
+    let (a, b) = (operands.a.at(at, 0), operands.b.at(at, 0));
     // SAFETY: as of the caller.
     unsafe {
-        load!(4, a.ptr, a.row);
-        load!(6, b.ptr, b.row);
+        match operands.parts {
+            Parts::Whole => pair::<R, C>(a, b, true, true),
+            Parts::Four => pairs::<R, C>(a, b, const { Parts::Four.pairs() }),
+            Parts::Three => pairs::<R, C>(a, b, const { Parts::Three.pairs() }),
+            Parts::Six => pairs::<R, C>(a, b, const { Parts::Six.pairs() }),
+        }
+    }
+}
+
+/// All pairs of parts of a step. What one had in tiles stays there for the next.
+#[inline(always)]
+unsafe fn pairs<const R: usize, const C: usize>(
+    a: InMemory<*const u8>,
+    b: InMemory<*const u8>,
+    pairs: &'static [[usize; 2]],
+) {
+    let (mut last_a, mut last_b) = (usize::MAX, usize::MAX);
+    for &[of_a, of_b] in pairs {
+        // SAFETY: as of the caller.
+        unsafe { pair::<R, C>(a.at(0, of_a), b.at(0, of_b), of_a != last_a, of_b != last_b || C > 2) };
+        (last_a, last_b) = (of_a, of_b);
+    }
+}
+
+/// One pair of parts.
+#[inline(always)]
+unsafe fn pair<const R: usize, const C: usize>(
+    a: InMemory<*const u8>,
+    b: InMemory<*const u8>,
+    loads_a: bool,
+    loads_b: bool,
+) {
+    // SAFETY: as of the caller.
+    unsafe {
+        if loads_a {
+            load!(4, a.ptr, a.row);
+        }
+        if loads_b {
+            load!(6, b.ptr, b.row);
+        }
         dot!(0, 4, 6);
         if C > 1 {
-            load!(7, b.ptr.wrapping_add(b.next), b.row);
+            if loads_b {
+                load!(7, b.ptr.wrapping_add(b.next), b.row);
+            }
             dot!(1, 4, 7);
         }
         if R > 1 {
-            load!(5, a.ptr.wrapping_add(a.next), a.row);
+            if loads_a {
+                load!(5, a.ptr.wrapping_add(a.next), a.row);
+            }
             dot!(2, 5, 6);
         }
         if R > 1 && C > 1 {
@@ -338,10 +414,11 @@ pub(crate) unsafe fn rounds(rounds: usize, x: f32, y: f32) -> f32 {
     let (a, b, mut c) = (pairs(x), pairs(y), [0f32; 4 * TILE]);
     let (side, tile) = (SIDE * 4, TILE * 4);
     let operands = Operands {
-        a: InMemory { ptr: a.as_ptr().cast(), next: 0, along: 0, row: side },
-        b: InMemory { ptr: b.as_ptr().cast(), next: 0, along: 0, row: side },
-        c: InMemory { ptr: c.as_mut_ptr().cast(), next: 0, along: tile, row: side },
+        a: InMemory { ptr: a.as_ptr().cast(), next: 0, along: 0, part: 0, row: side },
+        b: InMemory { ptr: b.as_ptr().cast(), next: 0, along: 0, part: 0, row: side },
+        c: InMemory { ptr: c.as_mut_ptr().cast(), next: 0, along: tile, part: 0, row: side },
         steps: rounds,
+        parts: Parts::Whole,
         from_zero: true,
     };
     // SAFETY: the tiles are those above, and the caller vouches for the unit.
@@ -369,18 +446,20 @@ pub(crate) unsafe fn rounds(rounds: usize, x: f32, y: f32) -> f32 {
 /// As the module says.
 #[inline(never)]
 unsafe fn by_model<const R: usize, const C: usize>(operands: &Operands) {
-    let Operands { a, b, c, steps, from_zero } = *operands;
+    let Operands { a, b, c, steps, parts, from_zero } = *operands;
     for (i, j) in (0..R).flat_map(|i| (0..C).map(move |j| (i, j))) {
         let sums = c.ptr.wrapping_add(i * c.next + j * c.along);
         for (row, column) in (0..SIDE).flat_map(|row| (0..SIDE).map(move |column| (row, column))) {
             let place = sums.wrapping_add(row * c.row + column * 4).cast::<f32>();
             // SAFETY: the caller vouches for these elements.
             let mut sum = if from_zero { 0.0 } else { unsafe { place.read_unaligned() } };
-            for step in 0..steps {
+            for (step, &[of_a, of_b]) in (0..steps).flat_map(|step| parts.pairs().iter().map(move |pair| (step, pair)))
+            {
                 let (mut first, mut second) = (0.0f32, 0.0f32);
+                let (a, b) = (a.at(step, of_a), b.at(step, of_b));
                 for lane in 0..SIDE {
-                    let of_a = a.ptr.wrapping_add(i * a.next + step * a.along + row * a.row + lane * 4);
-                    let of_b = b.ptr.wrapping_add(j * b.next + step * b.along + lane * b.row + column * 4);
+                    let of_a = a.ptr.wrapping_add(i * a.next + row * a.row + lane * 4);
+                    let of_b = b.ptr.wrapping_add(j * b.next + lane * b.row + column * 4);
                     // SAFETY: as above.
                     let [of_a, of_b] =
                         unsafe { [of_a.cast::<u32>().read_unaligned(), of_b.cast::<u32>().read_unaligned()] };

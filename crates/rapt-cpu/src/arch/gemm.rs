@@ -60,10 +60,10 @@ fn amx_kernels() -> Kernels {
         // SAFETY: the unit was detected before these kernels were reached; the rest is the caller's promise.
         unsafe {
             let _tiles = amx::Tiles::new();
-            item::<avx512::Avx512F32, Tiled>(job);
+            item::<avx512::Avx512F32, Tiled<bf16>>(job);
         }
     }
-    Kernels { item: with_tiles, ..of::<avx512::Avx512F32, Tiled>() }
+    Kernels { item: with_tiles, ..of::<avx512::Avx512F32, Tiled<bf16>>() }
 }
 
 /// The table of one instruction set: `F` are its vectors of f32, `D` those of f64.

@@ -102,6 +102,8 @@ use crate::kernels::coded::packer;
 use crate::kernels::codes::{CodeVectors, reader};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::kernels::pairs::Paired;
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::parts::Numbers;
 use crate::kernels::products::Single;
 use crate::kernels::simd::{Simd, Storage};
 #[cfg(target_arch = "x86_64")]
@@ -185,15 +187,18 @@ fn avx512_bf16_entry(step: Step, storage: DType) -> Option<Entry> {
 #[cfg(target_arch = "x86_64")]
 fn amx_entry(step: Step, storage: DType) -> Option<Entry> {
     /// Forward while this thread has tiles.
-    unsafe fn forward(problem: &Problem, item: Item, memory: *mut u8) {
+    unsafe fn forward<T: Numbers<avx512::Avx512F32>>(problem: &Problem, item: Item, memory: *mut u8) {
         // SAFETY: the unit was detected before this entry was reached; the rest is the caller's promise.
         unsafe {
             let _tiles = amx::Tiles::new();
-            forward::item::<avx512::Avx512F32, bf16, Tiled>(problem, item, memory);
+            forward::item::<avx512::Avx512F32, T, Tiled<T>>(problem, item, memory);
         }
     }
-    if step == Step::Forward && is_tiled(Arch::Amx, storage) {
-        return Some(forward);
+    match storage {
+        DType::BF16 if step == Step::Forward => return Some(forward::<bf16>),
+        DType::F16 if step == Step::Forward => return Some(forward::<f16>),
+        DType::F32 if step == Step::Forward => return Some(forward::<f32>),
+        _ => {}
     }
     entry_of::<avx512::Avx512F32, avx512::Avx512F64>(step, storage)
 }
@@ -203,10 +208,22 @@ pub(crate) fn is_paired(arch: Arch, storage: DType) -> bool {
     matches!(arch, Arch::Avx512Bf16 | Arch::Amx | Arch::NeonBf16) && storage == DType::BF16
 }
 
-/// Whether those products are formed tile by tile, of K and V that are packed.
-pub(crate) fn is_tiled(arch: Arch, storage: DType) -> bool {
-    arch == Arch::Amx && storage == DType::BF16
+/// Parts of a number where forward's products are formed tile by tile, of K and V that are packed.
+pub(crate) fn tiled(arch: Arch, storage: DType) -> Option<usize> {
+    match storage {
+        DType::BF16 if arch == Arch::Amx => Some(1),
+        DType::F16 if arch == Arch::Amx => Some(2),
+        DType::F32 if arch == Arch::Amx => Some(3),
+        _ => None,
+    }
 }
+
+/// Whether tests ask for tiles whatever a request's length ([`tile_every_request`](crate::tile_every_request)).
+pub(crate) fn every_request_is_tiled() -> bool {
+    EVERY_REQUEST_IS_TILED.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+pub(crate) static EVERY_REQUEST_IS_TILED: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
 
 /// What is compiled of the kernels: one entry point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -295,15 +312,19 @@ pub(crate) fn with_vectors<V: Vectors>(arch: Arch, vectors: V) -> V::Output {
     }
 }
 
-/// The kernels of gradients of bf16 that form products of pairs, on instruction sets that have them.
-pub(crate) fn gradients_of_pairs(arch: Arch) -> Option<backward::Entries> {
-    match arch {
+/// The kernels of gradients that form products of pairs, of bf16 on instruction sets that have them, or in tiles of what is a sum of bf16.
+pub(crate) fn gradients_of_pairs(arch: Arch, storage: DType) -> Option<backward::Entries> {
+    match (arch, storage) {
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512Bf16 => Some(backward::Entries::of::<avx512::Avx512F32, Paired, bf16>()),
+        (Arch::Avx512Bf16, DType::BF16) => Some(backward::Entries::of::<avx512::Avx512F32, Paired, bf16>()),
         #[cfg(target_arch = "x86_64")]
-        Arch::Amx => Some(backward::Entries::of::<avx512::Avx512F32, Tiled, bf16>()),
+        (Arch::Amx, DType::BF16) => Some(backward::Entries::of::<avx512::Avx512F32, Tiled<bf16>, bf16>()),
+        #[cfg(target_arch = "x86_64")]
+        (Arch::Amx, DType::F16) => Some(backward::Entries::of_parts::<avx512::Avx512F32, f16>()),
+        #[cfg(target_arch = "x86_64")]
+        (Arch::Amx, DType::F32) => Some(backward::Entries::of_parts::<avx512::Avx512F32, f32>()),
         #[cfg(target_arch = "aarch64")]
-        Arch::NeonBf16 => Some(backward::Entries::of::<neon::NeonF32, Paired, bf16>()),
+        (Arch::NeonBf16, DType::BF16) => Some(backward::Entries::of::<neon::NeonF32, Paired, bf16>()),
         _ => None,
     }
 }
@@ -393,7 +414,7 @@ pub(crate) fn tile_shape(arch: Arch, storage: DType) -> TileShape {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => shape_of::<avx2::Avx2F32, avx2::Avx2F64>(storage),
         #[cfg(target_arch = "x86_64")]
-        Arch::Amx if is_tiled(arch, storage) => {
+        Arch::Amx if tiled(arch, storage).is_some() => {
             TileShape { rows: TILE_KEYS, ..shape_of::<avx512::Avx512F32, avx512::Avx512F64>(storage) }
         }
         #[cfg(target_arch = "x86_64")]

@@ -4,11 +4,11 @@
 //! other work   ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒        a few dozens of instructions at a time
 //! products       ■    ■    ■    ■         one step along the contraction of two rows by two columns of tiles after each
 //! ```
-//! A step is eight instructions and keeps the unit busy for 64 cycles: what reorders instructions sees two of them, and the work
+//! A step, of one pair of parts, is at most eight instructions and keeps the unit busy for 64 cycles: what reorders instructions sees two of them, and the work
 //! between, at a time. Deliberately absent: the model, and other forms than two by two; they are multiplied at once.
 
 use super::blocks::Beside;
-use crate::arch::amx::{InMemory, Operands, SIDE, Unit, begin, end, multiply, step, unit};
+use crate::arch::amx::{InMemory, Operands, Parts, SIDE, Unit, begin, end, multiply, step, unit};
 
 /// `rows` rows of tiles times one or two columns.
 pub(super) unsafe fn rows_of_tiles(rows: usize, queries: usize, all: Operands) {
@@ -45,9 +45,9 @@ pub(crate) struct Queue {
 }
 
 const NONE: Operands = {
-    let at = InMemory { ptr: std::ptr::null(), next: 0, along: 0, row: 0 };
-    let c = InMemory { ptr: std::ptr::null_mut(), next: 0, along: 0, row: 0 };
-    Operands { a: at, b: at, c, steps: 0, from_zero: true }
+    let at = InMemory { ptr: std::ptr::null(), next: 0, along: 0, part: 0, row: 0 };
+    let c = InMemory { ptr: std::ptr::null_mut(), next: 0, along: 0, part: 0, row: 0 };
+    Operands { a: at, b: at, c, steps: 0, parts: Parts::Whole, from_zero: true }
 };
 
 impl Queue {
@@ -83,16 +83,10 @@ impl Queue {
             // SAFETY: of the caller of `add`.
             unsafe { begin::<2, 2>(&self.now) };
         }
-        let Operands { a, b, .. } = self.now;
         // SAFETY: as above.
-        unsafe {
-            step::<2, 2>(
-                InMemory { ptr: a.ptr.wrapping_add(self.at * a.along), ..a },
-                InMemory { ptr: b.ptr.wrapping_add(self.at * b.along), ..b },
-            );
-        }
-        self.at += 1;
+        unsafe { step::<2, 2>(&self.now, self.at) };
         self.left -= 1;
+        self.at += 1;
         if self.at == self.now.steps {
             // SAFETY: as above.
             unsafe { end::<2, 2>(&self.now) };

@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 use super::matmul::{Broadcast, Factors, Matmul, MatmulSelecting, Onto};
 use super::products::{Products, Single};
 use super::simd::{Part, Real, Simd};
-use crate::problem::Source;
+use crate::problem::{Problem, Row, Source};
 
 /// Lanes of head_dim that QK sums at a time; the sums of the runs are then added. A lane is [`Lanes::STEPS`](super::products::Lanes::STEPS)
 /// products. One sum over 256 lanes costs a third of the accuracy in f32 (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
@@ -98,10 +98,28 @@ pub(crate) struct ValueProduct<'a, S: Simd, const V: usize> {
     pub(crate) v: Rows<S::Elem>,
     /// Lanes of weights, and room for those of a whole block.
     pub(crate) p: *mut S::Elem,
+    /// Where weights lie as numbers, before some were dropped, if their lanes have more parts than steps.
+    pub(crate) numbers: *const S::Elem,
     pub(crate) acc_o: *mut S::Elem,
     pub(crate) factors: [S::V; V],
     /// The block that `v` is a part of, where a key may have a weight of [`Real::MASKED`].
     pub(crate) masked: Option<&'a mut Values<S::Elem>>,
+}
+
+/// Scores of a tile that are computed again, since a row of q or of k has a number that its lanes do not hold (`parts`).
+pub(crate) struct Amend<'a, E> {
+    pub(crate) problem: &'a Problem,
+    pub(crate) rows: &'a [Row],
+    /// The first key, and how many there are.
+    pub(crate) keys: (usize, usize),
+    pub(crate) kv_head: usize,
+    /// 1 for each query of the tile, and each key, that has such a number.
+    pub(crate) odd_queries: *const E,
+    pub(crate) odd_keys: *const E,
+    /// Scores.
+    pub(crate) x: *mut E,
+    /// Room for Qᵀ of numbers.
+    pub(crate) room: *mut E,
 }
 
 /// Products that are formed while other work goes on.
@@ -140,6 +158,10 @@ pub(crate) trait BlockProducts<S: Simd>: Products<S> {
     /// Where sums go on from O, not from its product with the factors: O = O · f.
     #[inline(always)]
     unsafe fn rescale<const V: usize>(_dim: usize, _acc_o: *mut S::Elem, _factors: [S::V; V]) {}
+    /// Whether V is always asked for numbers that are not multiplied, not only where some weight is masked.
+    const CLEANS: bool = false;
+    /// Scores that are to be computed again.
+    unsafe fn amend<const V: usize>(_amend: Amend<'_, S::Elem>) {}
     /// Whether K and V that are codes may become lanes.
     const OF_CODES: bool = false;
     /// Scores of lanes of codes to scores of what they stand for.
@@ -186,7 +208,7 @@ unsafe fn keys_by_rows<S: Simd, M: Products<S>, const V: usize>(product: KeyProd
 }
 
 unsafe fn values_by_rows<S: Simd, M: Products<S>, const V: usize>(product: ValueProduct<'_, S, V>) {
-    let ValueProduct { keys, dim, v, p, acc_o, factors, masked } = product;
+    let ValueProduct { keys, dim, v, p, acc_o, factors, masked, .. } = product;
     let b = Broadcast { ptr: v.ptr, row: 1, step: v.stride };
     let onto = Onto::Rescaled(factors);
     let product = Factors { rows: dim, n: keys.div_ceil(M::STEPS), x: p.cast_const(), b, y: acc_o, onto };

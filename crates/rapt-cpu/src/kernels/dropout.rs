@@ -173,10 +173,12 @@ impl<S: Simd, M: Products<S>, const V: usize> Meet<S> for DropWeights<'_, S, M, 
     const STEPS: usize = M::STEPS;
     #[inline(always)]
     unsafe fn meet(&self, j: usize, v: usize, words: [S::W; 2]) {
-        // SAFETY: p has a row of V vectors for each lane of keys.
+        // SAFETY: p has rows of V vectors for each lane of keys.
         unsafe {
-            let at = self.p.add((j / M::STEPS * V + v) * S::LANES);
-            S::store(at, M::drop_weights(S::load(at), words, self.tile.dropping.last));
+            for part in 0..M::PARTS {
+                let at = self.p.add(((j / M::STEPS * M::PARTS + part) * V + v) * S::LANES);
+                S::store(at, M::drop_weights(S::load(at), words, self.tile.dropping.last));
+            }
         }
     }
 }

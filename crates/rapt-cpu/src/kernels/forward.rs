@@ -14,7 +14,7 @@
 
 use std::marker::PhantomData;
 
-use super::blocks::{Beside, BlockProducts, Coded, Formed, KeyProduct, Rows, ValueProduct, Values};
+use super::blocks::{Amend, Beside, BlockProducts, Coded, Formed, KeyProduct, Rows, ValueProduct, Values};
 use super::codes::read_query;
 use super::dropout::{DropTile, DropWeights};
 use super::mask::{self, MaskTile, ReadTile, ScanTile};
@@ -56,6 +56,8 @@ struct Tile<E> {
     q_t: *mut E,
     acc_o: *mut E,
     state: RowState<E>,
+    /// Which queries have scores that are computed again.
+    odd: *mut E,
 }
 
 /// Computes one run of rows of one task.
@@ -80,12 +82,13 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
             r1,
             narrow: narrow && r1 - r0 <= S::LANES,
             keys: problem.keys_of_rows(r0, r1),
-            q_t: task.part(scratch.q + n * scratch.head_dim_padded * queries),
+            q_t: task.part(scratch.q + n * scratch.q_lanes * queries),
             acc_o: task.part(scratch.o + n * scratch.head_dim_v_padded * queries),
             state: RowState {
                 row_max: task.part(scratch.row_max + n * queries),
                 row_sum: task.part(scratch.row_sum + n * queries),
             },
+            odd: task.part(scratch.odd_queries + n * queries),
         }
     };
     // SAFETY: `memory` is `Scratch::len` long (the plan asked for it) and this thread's own; every index below is inside
@@ -114,11 +117,12 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
         while block < hi {
             let n = block_n.min(hi - block);
             let at = Block { first: (task.origin.0, kv_head, block), n };
-            let (k, k_codes) = keys::<S, T, M>(&task, at);
+            let (k, k_codes, has_odd_keys) = keys::<S, T, M>(&task, at);
             let (v, v_codes) = values::<S, T, M>(&task, at);
             let steps = n.next_multiple_of(M::KEYS) / M::STEPS;
             let lanes = M::value_lanes(problem.head_dim_v);
             let mut whole = Values { rows: v, steps, lanes, finite: None };
+            let of_block = OfBlock { first: block, has_odd_keys };
             let mut line = Line::<S, M> { scored: None, weighted: None, place: 0 };
             for t in 0..tiles {
                 let tile = tile(t);
@@ -130,10 +134,11 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
                     let codes = [k_codes.map(|codes| codes.from(skip)), v_codes.map(|codes| codes.from(skip))];
                     let x = task.part(problem.scratch.p + line.place * problem.scratch.p_len);
                     if tile.narrow {
-                        if let Some(step) = Step::<S, M, 1>::new(&task, tile, (j0, j1), (rows, codes), x) {
+                        if let Some(step) = Step::<S, M, 1>::new(&task, tile, (j0, j1), (rows, codes), (x, of_block)) {
                             step.take(&mut whole);
                         }
-                    } else if let Some(step) = Step::<S, M, 2>::new(&task, tile, (j0, j1), (rows, codes), x) {
+                    } else if let Some(step) = Step::<S, M, 2>::new(&task, tile, (j0, j1), (rows, codes), (x, of_block))
+                    {
                         if M::OVERLAPS {
                             line.advance(Some(step), &mut whole);
                         } else {
@@ -157,16 +162,16 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
     }
 }
 
-/// K of one block: where it lies, or packed. The cut reads in place only what is rows of whole lanes.
+/// K of one block: where it lies, or packed, and then whether some key has scores that are computed again. The cut reads in place only what is rows of whole lanes.
 unsafe fn keys<'a, S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProducts<S>>(
     task: &Task<'a, S::Elem>,
     block: Block,
-) -> (Rows<S::Elem>, Option<Coded<'a>>) {
+) -> (Rows<S::Elem>, Option<Coded<'a>>, bool) {
     let problem = task.problem;
     let (batch, head, j0) = block.first;
     if problem.partition.k_in_place {
         let ptr = problem.k.at([batch, head, j0, 0]).cast();
-        return (Rows { ptr, stride: problem.k.strides[2] / M::STEPS as isize }, None);
+        return (Rows { ptr, stride: problem.k.strides[2] / M::STEPS as isize }, None, false);
     }
     let (panel, dim) = (task.part(problem.scratch.k_panel), problem.head_dim);
     let rows = Rows { ptr: panel.cast_const(), stride: M::key_lanes(dim) as isize };
@@ -174,12 +179,18 @@ unsafe fn keys<'a, S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProducts<S>>(
     // where these are packed.
     unsafe {
         match &problem.sources.k {
-            Some(source) if M::OF_CODES && source.pack.is_some() => return (rows, coded(task, source, block, false)),
+            Some(source) if M::OF_CODES && source.pack.is_some() => {
+                return (rows, coded(task, source, block, false), false);
+            }
             Some(source) => source.read_keys([batch, head, j0], block.n, dim, panel.cast()),
-            None => M::apart(PackKeys { problem, block, panel, kind: PhantomData::<(T, M)> }),
+            None => {
+                let odd = task.part(problem.scratch.odd_keys);
+                let has_odd = M::apart(PackKeys { problem, block, panel, odd, kind: PhantomData::<(T, M)> });
+                return (rows, None, has_odd);
+            }
         }
     }
-    (rows, None)
+    (rows, None, false)
 }
 
 /// V of one block: where it lies, or packed.
@@ -225,20 +236,25 @@ unsafe fn coded<'a, E>(task: &Task<'a, E>, source: &'a Source, block: Block, of_
     Some(Coded { source, first, dim, factors, inverses, by_numbers, row: task.part(scratch.rows).cast() })
 }
 
-/// K of one block, packed.
+/// K of one block, packed; see [`Packing::find_odd_keys`].
 struct PackKeys<'a, E, K> {
     problem: &'a Problem,
     block: Block,
     panel: *mut E,
+    odd: *mut E,
     kind: PhantomData<K>,
 }
 
 impl<S: Simd, T: Storage<S>, M: Packing<S, T>> Part<S> for PackKeys<'_, S::Elem, (T, M)> {
-    type Output = ();
+    type Output = bool;
     #[inline(always)]
-    unsafe fn run(self) {
+    unsafe fn run(self) -> bool {
+        let PackKeys { problem, block, panel, odd, .. } = self;
         // SAFETY: as in `keys`.
-        unsafe { M::pack_keys(&self.problem.k, self.block, self.problem.head_dim, self.panel) }
+        unsafe {
+            M::pack_keys(&problem.k, block, problem.head_dim, panel);
+            M::find_odd_keys(block.n, problem.head_dim, panel, odd)
+        }
     }
 }
 
@@ -276,7 +292,7 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
         let (q, dim, negate) = (problem.q, problem.head_dim, problem.scores.negate_q);
         let source = problem.sources.q.as_ref();
         // The rows of Qᵀ that the product reads, and what fills whole vectors.
-        let stride = dim.div_ceil(M::STEPS).next_multiple_of(S::LANES);
+        let stride = M::query_lanes(dim).next_multiple_of(S::LANES);
         let (queries, rows) = (V * S::LANES, task.part(problem.scratch.rows));
         // SAFETY: `rows` has `queries` rows of `stride`; each row r0..r1 is a query of q.
         unsafe {
@@ -297,6 +313,7 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
                     *to.add(d) = S::Elem::ZERO;
                 }
             }
+            M::find_odd_queries(queries, dim, rows, stride, tile.odd);
             transpose_in::<S>(rows, stride, stride, tile.q_t, queries);
             for v in (0..queries).step_by(S::LANES) {
                 S::store(tile.state.row_max.add(v), S::splat(S::Elem::NEG_INFINITY));
@@ -309,6 +326,13 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
     }
 }
 
+/// A block of keys: its first one, and whether some key has scores that are computed again.
+#[derive(Clone, Copy)]
+struct OfBlock {
+    first: usize,
+    has_odd_keys: bool,
+}
+
 /// One tile of queries on its way through one block of keys.
 struct Step<'a, S: Simd, M, const V: usize> {
     task: &'a Task<'a, S::Elem>,
@@ -319,8 +343,9 @@ struct Step<'a, S: Simd, M, const V: usize> {
     v: Rows<S::Elem>,
     k_codes: Option<Coded<'a>>,
     v_codes: Option<Coded<'a>>,
-    /// Scores, then weights.
+    /// Scores, then weights: see [`Step::weights`].
     x: *mut S::Elem,
+    of_block: OfBlock,
     sees_all: bool,
     /// What a mask does.
     effect: Option<mask::Effect>,
@@ -335,13 +360,14 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
         tile: Tile<S::Elem>,
         (j0, j1): (usize, usize),
         ([k, v], [k_codes, v_codes]): ([Rows<S::Elem>; 2], [Option<Coded<'a>>; 2]),
-        x: *mut S::Elem,
+        (x, of_block): (*mut S::Elem, OfBlock),
     ) -> Option<Self> {
         let problem = task.problem;
         let (sees_all, n) = (problem.sees_all(tile.r0, tile.r1, j0, j1), j1 - j0);
         let keys = (j0, n);
         let (effect, is_plain_mask, kind) = (None, false, PhantomData);
-        let mut step = Step { task, tile, keys, k, v, k_codes, v_codes, x, sees_all, effect, is_plain_mask, kind };
+        let mut step =
+            Step { task, tile, keys, k, v, k_codes, v_codes, x, of_block, sees_all, effect, is_plain_mask, kind };
         if let Some(mask) = &problem.mask {
             step.is_plain_mask = step.is_plain() && mask::is_plain(mask, n);
             let (rows, bias) = (step.rows(), task.part(problem.scratch.bias));
@@ -373,6 +399,39 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
     fn keys_product(&self) -> KeyProduct<S::Elem> {
         let dim = self.task.problem.head_dim;
         KeyProduct { keys: self.keys.1, dim, k: self.k, q_t: self.tile.q_t, s: self.x }
+    }
+
+    /// Weights: over scores, or behind those of a whole block where a step has more lanes than keys.
+    fn weights(&self) -> *mut S::Elem {
+        let behind = if M::PARTS > M::STEPS { self.task.problem.scratch.p_weights } else { 0 };
+        self.x.wrapping_add(behind)
+    }
+
+    /// Computes scores again that lanes do not hold.
+    unsafe fn amend(&self) {
+        let Step { task, tile, keys, x, of_block, .. } = self;
+        if M::PARTS == 1 {
+            return;
+        }
+        let (problem, queries) = (task.problem, V * S::LANES);
+        // SAFETY: a flag for each query of the tile.
+        let has_odd_queries = unsafe { (0..queries).any(|lane| *tile.odd.add(lane) != S::Elem::ZERO) };
+        if !of_block.has_odd_keys && !has_odd_queries {
+            return;
+        }
+        let rows = self.rows();
+        let amend = Amend {
+            problem,
+            rows: &rows[..tile.r1 - tile.r0],
+            keys: *keys,
+            kv_head: task.origin.1 / problem.group_size,
+            odd_queries: tile.odd,
+            odd_keys: task.part(problem.scratch.odd_keys + keys.0 - of_block.first),
+            x: *x,
+            room: task.part(problem.scratch.rows),
+        };
+        // SAFETY: as in `item`; between the first and the last step of an item nothing lies in `rows`.
+        unsafe { M::amend::<V>(amend) }
     }
 
     /// Modifies and masks scores.
@@ -418,7 +477,7 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
             if let Some(dropping) = self.task.problem.dropping {
                 let (rows, products) = (self.rows(), PhantomData::<M>);
                 let tile = DropTile { dropping, rows: &rows[..self.tile.r1 - self.tile.r0], keys: self.keys };
-                S::apart(DropWeights::<S, M, V> { tile, p: self.x, products });
+                S::apart(DropWeights::<S, M, V> { tile, p: self.weights(), products });
             }
             rescale
         }
@@ -433,14 +492,16 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
         'a: 'b,
     {
         let (problem, Tile { acc_o, state, .. }) = (self.task.problem, self.tile);
-        Softmax { problem, state, acc_o, n: self.keys.1, x: self.x, codes, beside, products: PhantomData }
+        let (n, x, p, products) = (self.keys.1, self.x, self.weights(), PhantomData);
+        Softmax { problem, state, acc_o, n, x, p, codes, beside, products }
     }
 
     /// O = O · 2^(m − m') + P @ V; `whole` is V of all the block.
     fn values_product<'v>(&self, factors: [S::V; V], whole: &'v mut Values<S::Elem>) -> ValueProduct<'v, S, V> {
-        let &Step { keys: (_, keys), v, x: p, .. } = self;
-        let (dim, acc_o, masked) = (self.task.problem.head_dim_v, self.tile.acc_o, self.is_masked().then_some(whole));
-        ValueProduct { keys, dim, v, p, acc_o, factors, masked }
+        let (&Step { keys: (_, keys), v, .. }, p) = (self, self.weights());
+        let masked = (M::CLEANS || self.is_masked()).then_some(whole);
+        let (dim, acc_o) = (self.task.problem.head_dim_v, self.tile.acc_o);
+        ValueProduct { keys, dim, v, p, numbers: self.x, acc_o, factors, masked }
     }
 
     /// All of it, one after the other.
@@ -455,6 +516,7 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
             {
                 M::scale_scores::<V>(codes, self.keys_product());
             }
+            self.amend();
             self.modify();
             let factors = self.weigh(&mut Formed);
             let values = self.values_product(factors, whole);
@@ -496,6 +558,7 @@ impl<'a, S: Simd, M: BlockProducts<S>> Line<'a, S, M> {
             }
             beside.finish();
             if let Some(step) = &next {
+                step.amend();
                 step.modify();
             }
         }

@@ -26,6 +26,8 @@ pub(crate) mod matmul;
 pub(crate) mod pack;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(crate) mod pairs;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod parts;
 pub(crate) mod products;
 pub(crate) mod rounds;
 pub(crate) mod simd;

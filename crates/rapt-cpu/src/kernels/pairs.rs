@@ -63,9 +63,9 @@ impl<S: Bf16Pairs> Products<S> for Paired {
         unsafe { S::dot(S::keep_attended(b, x), x, acc) }
     }
     #[inline(always)]
-    unsafe fn weights(p: [S::V; 2]) -> S::V {
+    unsafe fn store_weights(p: [S::V; 2], to: *mut f32, _: usize) {
         // SAFETY: promised by the caller.
-        unsafe { S::pair(p[0], p[1]) }
+        unsafe { S::store(to, S::pair(p[0], p[1])) }
     }
     #[inline(always)]
     unsafe fn drop_weights(p: S::V, words: [S::W; 2], last: u32) -> S::V {

@@ -38,10 +38,12 @@ pub(crate) trait Lanes<S: Simd>: Copy + 'static {
 
 /// See the module. Lanes are counted in elements of the accumulation dtype.
 pub(crate) trait Products<S: Simd>: Lanes<S> {
+    /// Lanes that a number is the sum of: rows of weights that follow one another for each step.
+    const PARTS: usize = 1;
     /// The same over the steps whose weight `x` is not [`Real::MASKED`]: what lies in `b` behind one that is has no say.
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V;
-    /// Probabilities of `STEPS` keys as a lane.
-    unsafe fn weights(p: [S::V; 2]) -> S::V;
+    /// Probabilities of `STEPS` keys as a lane; as one for each part, to rows `row` elements apart.
+    unsafe fn store_weights(p: [S::V; 2], to: *mut S::Elem, row: usize);
     /// Weights, those whose word is at most `last` a zero of their sign: `words` are of the steps of a lane, or twice of its one.
     unsafe fn drop_weights(p: S::V, words: [S::W; 2], last: u32) -> S::V;
     /// A number that is NaN where a lane of values holds NaN or infinity, and 0 elsewhere, added to `sum`.
@@ -50,12 +52,22 @@ pub(crate) trait Products<S: Simd>: Lanes<S> {
 
 /// How rows of a storage dtype become lanes.
 pub(crate) trait Packing<S: Simd, T: Storage<S>>: Products<S> {
+    /// Lanes of a row of Q.
+    fn query_lanes(dim: usize) -> usize {
+        dim.div_ceil(Self::STEPS)
+    }
     /// One row of Q, negated if asked, to consecutive lanes; answers how many.
     unsafe fn load_query(src: *const T, stride: isize, n: usize, negate: bool, dst: *mut S::Elem) -> usize;
     /// A block of K to rows of `dim.div_ceil(STEPS)` lanes.
     unsafe fn pack_keys(input: &Input<4>, block: Block, dim: usize, panel: *mut S::Elem);
     /// A block of V to one row of `dim` lanes per `STEPS` keys.
     unsafe fn pack_values(input: &Input<4>, block: Block, dim: usize, panel: *mut S::Elem);
+    /// Whether scores of some rows of Q and K are to be computed again (`parts`): 1 or 0 for each of `n` packed queries of lanes `row` apart, or keys.
+    unsafe fn find_odd_queries(_n: usize, _dim: usize, _rows: *const S::Elem, _row: usize, _flags: *mut S::Elem) {}
+    /// The same of keys; answers whether there are any.
+    unsafe fn find_odd_keys(_n: usize, _dim: usize, _panel: *const S::Elem, _flags: *mut S::Elem) -> bool {
+        false
+    }
 }
 
 /// One step per lane, in the accumulation dtype.
@@ -93,8 +105,9 @@ impl<S: Simd> Products<S> for Single {
         }
     }
     #[inline(always)]
-    unsafe fn weights(p: [S::V; 2]) -> S::V {
-        p[0]
+    unsafe fn store_weights(p: [S::V; 2], to: *mut S::Elem, _: usize) {
+        // SAFETY: promised by the caller.
+        unsafe { S::store(to, p[0]) }
     }
     #[inline(always)]
     unsafe fn drop_weights(p: S::V, words: [S::W; 2], last: u32) -> S::V {

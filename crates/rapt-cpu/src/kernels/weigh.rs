@@ -189,7 +189,7 @@ impl<S: Simd, const V: usize> Part<S> for Modify<'_, S, V> {
 const MAX_PART: usize = 1;
 const WEIGHT_PART: usize = 18;
 
-/// Raises the maxima, rescales the sums, and turns scores into lanes of probabilities in place. Answers what O is to be
+/// Raises the maxima, rescales the sums, and turns scores into lanes of probabilities. Answers what O is to be
 /// rescaled with: where no maximum rose, 1.
 pub(super) struct Softmax<'a, S: Simd, M, B, const V: usize, const MASKED: bool, const FACTORS: bool> {
     pub(super) problem: &'a Problem,
@@ -197,6 +197,8 @@ pub(super) struct Softmax<'a, S: Simd, M, B, const V: usize, const MASKED: bool,
     pub(super) acc_o: *mut S::Elem,
     pub(super) n: usize,
     pub(super) x: *mut S::Elem,
+    /// Where weights go: over scores, of which as many were read, or elsewhere.
+    pub(super) p: *mut S::Elem,
     /// Of keys whose factors go into weights: what is added to their scores, and the inverses of the factors.
     pub(super) codes: Option<(*const S::Elem, *const S::Elem)>,
     pub(super) beside: &'a mut B,
@@ -209,7 +211,7 @@ impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool
     type Output = [S::V; V];
     #[inline(always)]
     unsafe fn run(self) -> [S::V; V] {
-        let Softmax { problem, state, acc_o, n, x, codes, beside, .. } = self;
+        let Softmax { problem, state, acc_o, n, x, p, codes, beside, .. } = self;
         let all = n * (MAX_PART + WEIGHT_PART);
         let queries = V * S::LANES;
         let codes = codes.filter(|_| FACTORS);
@@ -253,12 +255,19 @@ impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool
             let mut sum = [S::splat(S::Elem::ZERO); V];
             let whole = n / M::STEPS;
             for step in 0..whole {
-                weights::<S, M, V, MASKED>(x, step, M::STEPS, (subtract, scale_log2), codes, &mut sum);
+                weights::<S, M, V, MASKED>((x, p), step, M::STEPS, (subtract, scale_log2), codes, &mut sum);
                 beside.go_on(M::STEPS * WEIGHT_PART, all);
             }
             // The rest of the last lane of an odd number of keys is no key.
             if n > whole * M::STEPS {
-                weights::<S, M, V, MASKED>(x, whole, n - whole * M::STEPS, (subtract, scale_log2), codes, &mut sum);
+                weights::<S, M, V, MASKED>(
+                    (x, p),
+                    whole,
+                    n - whole * M::STEPS,
+                    (subtract, scale_log2),
+                    codes,
+                    &mut sum,
+                );
             }
             for v in 0..V {
                 let row_sum = state.row_sum.add(v * S::LANES);
@@ -282,10 +291,10 @@ unsafe fn score<S: Simd>(at: *const S::Elem, codes: Option<(*const S::Elem, *con
     }
 }
 
-/// The first `keys` scores of a step to a lane of probabilities per query, in place, and onto their sums, without factors.
+/// The first `keys` scores of a step to a lane of probabilities per query, and onto their sums, without factors.
 #[inline(always)]
 unsafe fn weights<S: Simd, M: BlockProducts<S>, const V: usize, const MASKED: bool>(
-    x: *mut S::Elem,
+    (x, to): (*mut S::Elem, *mut S::Elem),
     step: usize,
     keys: usize,
     (subtract, scale_log2): ([S::V; V], S::V),
@@ -296,19 +305,22 @@ unsafe fn weights<S: Simd, M: BlockProducts<S>, const V: usize, const MASKED: bo
     // SAFETY: x has a row of `queries` for each key of the step.
     unsafe {
         for v in 0..V {
-            // Lane `step` is written over keys that were read: step ≤ STEPS · step.
+            // Where lanes go over scores, they go over those that were read: PARTS ≤ STEPS then. Elsewhere the scores become weights besides.
             let at = x.add(v * S::LANES);
             let mut p = [S::splat(S::Elem::MASKED); 2];
             for (key, p) in p.iter_mut().enumerate().take(keys) {
                 let j = step * M::STEPS + key;
                 let score = score::<S>(at.add(j * queries), codes, j);
                 *p = probability::<S, MASKED>(score, subtract[v], scale_log2);
+                if M::PARTS > M::STEPS {
+                    S::store(at.add(j * queries), *p);
+                }
                 sum[v] = match codes {
                     Some((_, inverses)) => S::fma(*p, S::splat(*inverses.add(j)), sum[v]),
                     None => S::add(sum[v], *p),
                 };
             }
-            S::store(at.add(step * queries), M::weights(p));
+            M::store_weights(p, to.add(step * M::PARTS * queries + v * S::LANES), queries);
         }
     }
 }

@@ -17,7 +17,10 @@ fn rates(arch: Arch, kernel: Kernel, storage: DType) -> Rates {
     let in_blocks = matches!(kernel, Kernel::Forward | Kernel::Backward);
     let (flops, exponentials) = match arch {
         Arch::Avx512Bf16 if in_blocks && arch::is_paired(arch, storage) => (128.0, 3.4),
-        Arch::Amx if in_blocks && arch::is_tiled(arch, storage) => (1024.0, 3.4),
+        // Of float16 and float32 so many products of bf16 are one.
+        Arch::Amx if in_blocks && storage == DType::F16 => (1024.0 / 3.5, 3.4),
+        Arch::Amx if in_blocks && storage == DType::F32 => (1024.0 / 6.0, 3.4),
+        Arch::Amx if in_blocks && arch::is_paired(arch, storage) => (1024.0, 3.4),
         Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx if kernel == Kernel::ForwardInt8 => (256.0, 3.4),
         Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => (64.0, 3.4),
         Arch::Avx2 => (32.0, 1.7),

@@ -10,8 +10,8 @@ mod partition;
 pub mod tiles;
 
 use rapt_core::{
-    Arch, Caps, CodesSpec, Compute, DType, Device, Error, Format, Granularity, Kernel, KernelKey, MaskClass, PRounding,
-    Plan, Qkv, Result, Spec, TensorSpec,
+    Arch, Caps, CodesSpec, Compute, DType, Device, Direction, Error, Format, Granularity, Kernel, KernelKey, MaskClass,
+    PRounding, Plan, Qkv, Result, Spec, TensorSpec,
 };
 
 use crate::arch::{self, KernelVariant, Step};
@@ -102,12 +102,29 @@ fn arch_for(spec: &Spec, caps: &Caps) -> Arch {
                 Arch::Avx512
             }
         }
+        Arch::Amx if !is_tiled(spec, Direction::Forward) => Arch::Avx512,
         // Codes become numbers there.
         Arch::NeonBf16 if spec.is_quantized() => Arch::Neon,
         // Numbers have no products of bytes.
         Arch::Avx512Vnni => Arch::Avx512,
         arch => arch,
     }
+}
+
+/// Queries that a key meets on average from which on products of tiles of so many parts save more than packing K and V for them costs: in forward, and
+/// in the backward pass (a Xeon with AMX, 2026-11: docs/lab/cpu.md).
+const LEAST_QUERIES: [[usize; 2]; 3] = [[0, 0], [64, 32], [256, 512]];
+
+/// Whether products are formed tile by tile where there is AMX: tiles are packed of q, k and v of one dtype.
+pub(crate) fn is_tiled(spec: &Spec, direction: Direction) -> bool {
+    let storage = spec.numerics.storage;
+    let is_of_one_dtype = [&spec.q, &spec.k, &spec.v].iter().all(|tensor| tensor.dtype == storage);
+    let is_long = |parts: usize| {
+        let least = LEAST_QUERIES[parts - 1][usize::from(direction == Direction::Backward)];
+        let keys = [spec.batch(), spec.num_q_heads(), spec.kv_len()].map(|n| n as f64).iter().product::<f64>();
+        spec.pairs() as f64 >= least as f64 * keys || arch::every_request_is_tiled()
+    };
+    arch::tiled(Arch::Amx, storage).is_some_and(|parts| is_of_one_dtype && is_long(parts))
 }
 
 /// Whether few rows share each kv head.
@@ -240,8 +257,9 @@ fn key(spec: &Spec, arch: Arch) -> KernelKey {
         accumulation: spec.numerics.accumulation,
         p_rounding: match kernel {
             Kernel::Forward if arch::is_paired(arch, storage) => PRounding::Storage,
+            Kernel::Forward if arch::tiled(arch, storage) == Some(2) => PRounding::TwoBf16,
             Kernel::ForwardInt8 => PRounding::Block,
-            Kernel::Decode if arch == Arch::Avx512Bf16 && code_pairs(spec)[1].is_some() => PRounding::TwoStorage,
+            Kernel::Decode if arch == Arch::Avx512Bf16 && code_pairs(spec)[1].is_some() => PRounding::TwoBf16,
             Kernel::Decode if arch == Arch::Avx512Vnni && code_quads(spec)[1].is_some() => PRounding::Fixed,
             _ => PRounding::Accumulation,
         },

@@ -146,9 +146,9 @@ fn forward_partition(
     // Pairs of K along head_dim are read where they lie if every row is whole lanes, in steps of whole lanes.
     let [k_is_whole, v_is_whole] = rows_are_whole(spec, readings);
     let whole_lanes = spec.head_dim().is_multiple_of(2) && spec.k.strides[2] % 2 == 0 && spec.k.strides[3] == 1;
-    let tiled = arch::is_tiled(key.arch, key.storage);
+    let tiled = arch::tiled(key.arch, key.storage).is_some();
     let paired = arch::is_paired(key.arch, key.storage) && !tiled && whole_lanes && readings.k.is_none();
-    let as_summed = key.storage == key.accumulation;
+    let as_summed = key.storage == key.accumulation && !tiled;
     // Rows that lie apart share few cache sets and touch a page each: packed once, a block is read by many tiles. In a
     // [B,S,H,D] view of 24 heads of 128 (rows 12 KiB apart) f32 in place lost 30 % (Zen 4, 2026-11).
     let shared = chunk_rows.div_ceil(shape.queries) >= SHARING_TILES;
@@ -225,7 +225,7 @@ pub(super) fn scratch(spec: &Spec, key: &KernelKey, readings: &Qkv<Option<Readin
         has_mask: spec.mask.is_some(),
         pack_k: !partition.k_in_place,
         pack_v: !partition.v_in_place,
-        tiled: arch::is_tiled(key.arch, key.storage),
+        tiled: arch::tiled(key.arch, key.storage),
         pairs: factors_of_pairs(spec, readings),
     };
     if is_int8 { Scratch::int8(&sizes) } else { Scratch::forward(&sizes) }

@@ -62,6 +62,10 @@ pub(crate) struct Places<E> {
 
 /// See the module.
 pub(crate) trait GradientLanes<S: Simd>: Products<S> {
+    /// Lanes of a row of Q or dO along head_dim, in whole vectors.
+    fn turned_lanes(dim: usize) -> usize {
+        dim.div_ceil(Self::STEPS).next_multiple_of(S::LANES)
+    }
     /// A lane of steps that are not attended.
     const UNATTENDED: S::Elem;
     /// How K and V lie, and how work is cut.
@@ -94,11 +98,6 @@ pub(crate) trait GradientRows<S: Simd, T: Storage<S>>: GradientLanes<S> + Packin
     ) -> Values<S::Elem>;
     /// One tile of Q or dO.
     unsafe fn pack_tile(tile: &PackTile<'_, S::Elem>);
-}
-
-/// Lanes of a row along head_dim, padded to whole vectors.
-pub(super) fn padded_lanes<S: Simd, M: Products<S>>(dim: usize) -> usize {
-    dim.div_ceil(M::STEPS).next_multiple_of(S::LANES)
 }
 
 /// `dQᵀ[dim][query] += Kᵀ · dSᵀ` of a tile.

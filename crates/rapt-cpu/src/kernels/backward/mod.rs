@@ -13,6 +13,8 @@
 //! multiples of their sizes, chunks follow the length of K: a gradient's bits depend neither on threads nor on other tasks. Deliberately absent: memory
 //! that grows with the product of the lengths; the gradient of a mask has a pass of its own (`mask`).
 
+#[cfg(target_arch = "x86_64")]
+mod by_parts;
 mod lanes;
 mod mask;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -34,7 +36,7 @@ use super::products::{Block, Packing};
 use super::simd::{Part, Real, Simd, Storage};
 use crate::backward_problem::{BackwardProblem, Form, SharedSum};
 use crate::problem::{Input, Output};
-use lanes::{Contract, GradientRows, Laid, Places, QueryProduct, padded_lanes, panels};
+use lanes::{Contract, GradientRows, Laid, Places, QueryProduct, panels};
 use products::clear;
 use queries::{MAX_TILES, Tile};
 
@@ -62,8 +64,9 @@ pub(crate) struct Entries {
     pub(crate) lanes: usize,
     /// Queries of a tile.
     pub(crate) queries: usize,
-    /// Numbers of a lane of products.
+    /// Numbers of a lane of products, and lanes that a number is the sum of.
     pub(crate) steps: usize,
+    pub(crate) parts: usize,
     pub(crate) form: Form,
 }
 
@@ -81,6 +84,7 @@ impl Entries {
             lanes: S::LANES,
             queries: S::Q_VECS * S::LANES,
             steps: M::STEPS,
+            parts: M::PARTS,
             form: M::FORM,
         }
     }
@@ -325,15 +329,16 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
 ) {
     let (scratch, width) = (&problem.scratch, problem.partition.queries);
     let part = |at: usize| base.wrapping_add(at);
-    let (first, lanes, row) = (t * width, width / M::STEPS, problem.partition.run_rows() / M::STEPS);
+    let (first, of_lane) = (t * width, |queries: usize| queries / M::STEPS * M::PARTS);
+    let (lanes, row) = (of_lane(width), of_lane(problem.partition.run_rows()));
     let to = [scratch.p, scratch.ds].map(|at| part(at + t * lanes));
     // SAFETY: as in `item`.
     unsafe {
         if tile.is_empty {
             return S::apart(weigh::FillMasked::<S> { n, to, row, lanes, fill: M::UNATTENDED });
         }
-        let q_t = part(scratch.q_t + first * padded_lanes::<S, M>(problem.head_dim));
-        let d_o_t = part(scratch.d_o_t + first * padded_lanes::<S, M>(problem.head_dim_v));
+        let q_t = part(scratch.q_t + first * M::turned_lanes(problem.head_dim));
+        let d_o_t = part(scratch.d_o_t + first * M::turned_lanes(problem.head_dim_v));
         for at in (0..n).step_by(M::FORM.keys_at_a_time) {
             let keys_n = M::FORM.keys_at_a_time.min(n - at);
             let Places { p, dp, to, along_keys } = M::places(problem, base, t, at);

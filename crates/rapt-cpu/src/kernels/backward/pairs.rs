@@ -11,8 +11,8 @@ use super::super::blocks::{Rows, Values};
 use super::super::pack::transpose_in;
 use super::super::pairs::{Bf16Pairs, Paired, weave};
 use super::super::products::{Block, Lanes, Packing};
-use super::super::simd::{Part, Real};
-use super::lanes::{Contract, GradientLanes, GradientRows, Laid, PackTile, Places, QueryProduct, padded_lanes, panels};
+use super::super::simd::{Part, Real, Storage};
+use super::lanes::{Contract, GradientLanes, GradientRows, Laid, PackTile, Places, QueryProduct, panels};
 use super::products::{self, AddAttended};
 use crate::backward_problem::BackwardProblem;
 use crate::problem::Input;
@@ -83,7 +83,7 @@ impl<S: Bf16Pairs> Part<S> for Laid<f32> {
 
 impl<S: Bf16Pairs> GradientRows<S, bf16> for Paired {
     unsafe fn along_keys(input: &Input<4>, block: Block, dim: usize, _: Rows<f32>, panel: *mut f32) -> Values<f32> {
-        let lanes = PhantomData::<Paired>;
+        let lanes = PhantomData::<(Paired, bf16)>;
         // SAFETY: promised by the caller.
         unsafe { <Paired as Lanes<S>>::apart(PackAlongKeys { input, block, dim, panel, lanes }) };
         let rows = Rows { ptr: panel.cast_const(), stride: dim as isize };
@@ -94,7 +94,7 @@ impl<S: Bf16Pairs> GradientRows<S, bf16> for Paired {
         let PackTile { input, of, lives, dim, first, m, columns, turned, rows } = *tile;
         // A copy: behind a reference it would be read again after every store.
         let (input, width) = (*input, 2 * S::LANES);
-        let lanes = padded_lanes::<S, Paired>(dim);
+        let lanes = <Paired as GradientLanes<S>>::turned_lanes(dim);
         // SAFETY: scratch memory has a tile of rows, and the panels have m / 2 rows of lanes; each live lane is a row of the tensor.
         unsafe {
             for lane in 0..width {
@@ -129,7 +129,7 @@ pub(super) struct PackAlongKeys<'a, M> {
     pub(super) lanes: PhantomData<M>,
 }
 
-impl<S: Bf16Pairs, M: Packing<S, bf16>> Part<S> for PackAlongKeys<'_, M> {
+impl<S: Bf16Pairs, T: Storage<S>, M: Packing<S, T>> Part<S> for PackAlongKeys<'_, (M, T)> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {

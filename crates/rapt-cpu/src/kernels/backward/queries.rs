@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 
 use super::super::mask::{Effect, ReadTile};
 use super::super::simd::{Real, Simd, Storage};
-use super::lanes::{GradientRows, Pack, PackTile, padded_lanes};
+use super::lanes::{GradientRows, Pack, PackTile};
 use crate::backward_problem::BackwardProblem;
 use crate::task_rows::Row;
 
@@ -123,7 +123,7 @@ pub(super) unsafe fn pack<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     for (input, dim, columns, turned) in of {
         for (t, tile) in tiles.iter().flatten().enumerate() {
             let (first, columns, rows) = (t * problem.partition.queries, part(columns), part(scratch.rows));
-            let turned = part(turned + first * padded_lanes::<S, M>(dim));
+            let turned = part(turned + first * M::turned_lanes(dim));
             let (of, lives) = (&tile.rows[..], &tile.lives[..]);
             let pack = PackTile { input, of, lives, dim, first, m, columns, turned, rows };
             // SAFETY: scratch memory has room for the rows of a run.

@@ -117,8 +117,9 @@ impl Tiles {
         let head_dim = class(&HEAD_DIMS, spec.head_dim().max(spec.head_dim_v()).saturating_sub(1));
         let q_len = class(&Q_LENS, spec.q_len());
         let rows = usize::from(spec.group_size().saturating_mul(spec.q_len()) > 1);
-        // The table of pairs is forward's.
-        let few = if arch::is_paired(arch, storage) { &table::AVX512 } else { table };
+        // The tables of pairs and of tiles are forward's.
+        let few =
+            if arch::is_paired(arch, storage) || arch::tiled(arch, storage).is_some() { &table::AVX512 } else { table };
         Tiles { forward: table.forward[dtype][head_dim][q_len], decode: few.decode[dtype][rows] }
     }
 }
@@ -150,7 +151,7 @@ fn table_of(arch: Arch, storage: DType) -> Option<&'static ArchTiles> {
     match arch {
         Arch::Avx2 => Some(&table::AVX2),
         Arch::Avx512Bf16 if arch::is_paired(arch, storage) => Some(&table::AVX512_BF16),
-        Arch::Amx if arch::is_tiled(arch, storage) => Some(&table::AMX),
+        Arch::Amx if arch::tiled(arch, storage).is_some() => Some(&table::AMX),
         Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => Some(&table::AVX512),
         _ => None,
     }

@@ -92,7 +92,7 @@ pub(super) const AVX512_BF16: ArchTiles = ArchTiles {
     ],
 };
 
-/// Intel(R) Xeon(R) Processor (family 6 model 167), 2026-11-25, `cargo xtask tune --arch amx --rounds 9`.
+/// Intel(R) Xeon(R) Processor (family 6 model 167), 2026-11-28, `cargo xtask tune --arch amx --rounds 7`.
 #[rustfmt::skip]
 pub(super) const AMX: ArchTiles = ArchTiles {
     forward: [
@@ -101,17 +101,17 @@ pub(super) const AMX: ArchTiles = ArchTiles {
          [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
          [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
         // float32: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
+        [[forward(128, 128, true), forward(128, 1024, true), forward(128, 1024, true)],
+         [forward(128, 128, true), forward(128, 1024, true), forward(128, 1024, true)],
+         [forward(128, 128, true), forward(128, 1024, true), forward(128, 512, true)]],
         // float16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
-        // bfloat16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
         [[forward(256, 128, true), forward(256, 512, true), forward(256, 1024, true)],
+         [forward(128, 128, true), forward(128, 1024, true), forward(128, 1024, true)],
+         [forward(128, 1024, true), forward(128, 1024, true), forward(128, 1024, true)]],
+        // bfloat16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
+        [[forward(256, 128, true), forward(256, 1024, true), forward(256, 1024, true)],
          [forward(256, 128, true), forward(256, 512, true), forward(256, 1024, true)],
-         [forward(256, 128, true), forward(256, 1024, true), forward(256, 1024, true)]],
+         [forward(256, 512, true), forward(256, 1024, true), forward(256, 1024, true)]],
     ],
     // One row per group, more; the dtypes as above.
     decode: [

@@ -1,0 +1,125 @@
+//! float32 and float16 as sums of bfloat16 in tiles: numbers that have no such parts, and what they leave alone.
+//!
+//! Deliberately absent: what every instruction set is asked (conformance.rs, proof.rs, underflow.rs), which includes these kernels.
+#![cfg(all(unix, target_arch = "x86_64"))]
+
+use rapt_core::{Arch, Caps, DType, Operands, Options, SerialExecutor, Spec, Tensors, Workspace};
+use rapt_testkit::{Case, Rng, Sparse, Values, reference};
+
+const QUERIES: usize = 80;
+const KEYS: usize = 300;
+const DIM: usize = 40;
+
+fn run(dtype: DType, values: &Values) -> [Vec<f64>; 2] {
+    let case = Case::plain(dtype, [1, 1, QUERIES, DIM], KEYS);
+    let strides = |len: usize| [(len * DIM) as isize, (len * DIM) as isize, DIM as isize, 1];
+    let filled = |shape: [usize; 4], values: &[f64]| Sparse::filled(dtype, shape, strides(shape[2]), values);
+    let (q, k, v) = (filled(case.q, &values.q), filled(case.k(), &values.k), filled(case.v(), &values.v));
+    let mut out = Sparse::new(dtype, case.out(), strides(QUERIES));
+    let tensors = Tensors::new(q.view("q"), k.view("k"), v.view("v"), out.view_mut("out", 0));
+    let options = Options::default();
+    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options).out(&tensors.out).build().unwrap();
+    let expected = reference(&spec, &tensors).out;
+    let plan = rapt_cpu::select(&spec, &Caps { arch: Arch::Amx, threads: 1, clock_hz: None }).unwrap();
+    assert_eq!(plan.key().arch, Arch::Amx);
+    let mut workspace = Workspace::new();
+    workspace.ensure(plan.workspace_bytes()).unwrap();
+    let mut operands = Operands::check(tensors, &spec).unwrap();
+    rapt_cpu::run(&plan, &mut operands, &mut workspace, &SerialExecutor).unwrap();
+    [out.values(), expected]
+}
+
+/// N(0, 1) numbers of the dtype.
+fn values(dtype: DType) -> Values {
+    let mut rng = Rng::new(7);
+    let mut of = |n: usize| -> Vec<f64> { (0..n).map(|_| rapt_testkit::round(dtype, rng.normal())).collect() };
+    let (q, k, v) = (of(QUERIES * DIM), of(KEYS * DIM), of(KEYS * DIM));
+    Values { q, k, v, scales: rapt_core::Qkv::default(), mask: None, sinks: None, alibi_slopes: None }
+}
+
+fn has_tiles() -> bool {
+    rapt_cpu::tile_every_request();
+    rapt_cpu::model_tiles(false);
+    let has = rapt_cpu::available().contains(&Arch::Amx);
+    if !has {
+        println!("skipped: no AMX, and its model is another test's");
+    }
+    has
+}
+
+/// Rows of `out` other than `row` that differ from `plain`.
+fn others_that_differ(plain: &[f64], out: &[f64], row: usize) -> usize {
+    let is_other = |at: &usize| at / DIM != row;
+    (0..out.len()).filter(is_other).filter(|&at| plain[at].to_bits() != out[at].to_bits()).count()
+}
+
+#[test]
+fn a_query_without_parts_changes_no_other_row() {
+    if !has_tiles() {
+        return;
+    }
+    for dtype in [DType::F32, DType::F16] {
+        let plain = run(dtype, &values(dtype))[0].clone();
+        let odd: &[f64] = match dtype {
+            DType::F32 => &[f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e30, -2e12, 1e-31, 1e-40],
+            _ => &[f64::NAN, f64::INFINITY, f64::NEG_INFINITY],
+        };
+        for (n, &number) in odd.iter().enumerate() {
+            let (row, mut with) = (11 * n % QUERIES, values(dtype));
+            with.q[row * DIM + 13] = number;
+            let [out, expected] = run(dtype, &with);
+            assert_eq!(others_that_differ(&plain, &out, row), 0, "{dtype}: {number:e}");
+            for at in row * DIM..(row + 1) * DIM {
+                let (got, want) = (out[at], expected[at]);
+                let is_near = (got - want).abs() <= 1e-2 * want.abs().max(0.1);
+                assert!(is_near || (got.is_nan() && want.is_nan()), "{dtype}, {number:e}: {got:e}, not {want:e}");
+            }
+        }
+    }
+}
+
+/// All of a row's products lie where parts of float32 would be below the least normal number.
+#[test]
+fn tiny_queries_and_tiny_values_keep_their_digits() {
+    if !has_tiles() {
+        return;
+    }
+    let mut with = values(DType::F32);
+    for at in 0..DIM {
+        with.q[5 * DIM + at] *= 1e-36;
+        with.k.iter_mut().skip(at).step_by(DIM).for_each(|k| *k *= 1e10);
+    }
+    let [out, expected] = run(DType::F32, &with);
+    let off = |row: usize| {
+        let at = row * DIM..(row + 1) * DIM;
+        out[at.clone()].iter().zip(&expected[at]).map(|(got, want)| (got - want).abs()).fold(0.0, f64::max)
+    };
+    assert!(off(5) < 1e-6, "{:e}", off(5));
+    let mut with = values(DType::F32);
+    with.v.iter_mut().for_each(|v| *v = rapt_testkit::round(DType::F32, *v * 1e-33));
+    let [out, expected] = run(DType::F32, &with);
+    for (got, want) in out.iter().zip(&expected) {
+        // Between tiles a sum below the least normal number is 0.
+        let allowed = 1e-5 * want.abs() + f64::from(f32::MIN_POSITIVE);
+        assert!((got - want).abs() <= allowed, "{got:e}, not {want:e}");
+    }
+}
+
+#[test]
+fn values_without_parts_reach_every_row_exactly() {
+    if !has_tiles() {
+        return;
+    }
+    for number in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN, 1e38, -5e20, 1e-35] {
+        let (mut with, number) = (values(DType::F32), rapt_testkit::round(DType::F32, number));
+        with.v[77 * DIM + 3] = number;
+        let [out, expected] = run(DType::F32, &with);
+        for (at, (got, want)) in out.iter().zip(&expected).enumerate() {
+            let is_near = (got - want).abs() <= 3e-6 * want.abs().max(0.1);
+            assert!(
+                is_near || got == want || (got.is_nan() && want.is_nan()),
+                "{number:e}, {at}: {got:e}, not {want:e}"
+            );
+        }
+    }
+}
