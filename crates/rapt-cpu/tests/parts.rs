@@ -78,7 +78,24 @@ fn a_query_without_parts_changes_no_other_row() {
     }
 }
 
-/// All of a row's products lie where parts of float32 would be below the least normal number.
+/// Parts of an infinity times those of a number that has fewer would be NaN.
+#[test]
+fn an_infinite_key_weighs_nothing_where_its_score_is_minus_infinity() {
+    if !has_tiles() {
+        return;
+    }
+    for dtype in [DType::F32, DType::F16] {
+        let mut with = values(dtype);
+        with.q.iter_mut().skip(7).step_by(DIM).for_each(|q| *q = -1.0);
+        with.k[100 * DIM + 7] = f64::INFINITY;
+        let [out, expected] = run(dtype, &with);
+        for (got, want) in out.iter().zip(&expected) {
+            assert!((got - want).abs() <= 1e-3 * want.abs().max(0.1), "{dtype}: {got:e}, not {want:e}");
+        }
+    }
+}
+
+/// Numbers of a row, or values, of which parts would lie below the least normal number.
 #[test]
 fn tiny_queries_and_tiny_values_keep_their_digits() {
     if !has_tiles() {
@@ -86,9 +103,9 @@ fn tiny_queries_and_tiny_values_keep_their_digits() {
     }
     let mut with = values(DType::F32);
     for at in 0..DIM {
-        with.q[5 * DIM + at] *= 1e-36;
-        with.k.iter_mut().skip(at).step_by(DIM).for_each(|k| *k *= 1e10);
+        with.q[5 * DIM + at] = rapt_testkit::round(DType::F32, with.q[5 * DIM + at] * 1e-34);
     }
+    with.k.iter_mut().for_each(|k| *k = rapt_testkit::round(DType::F32, *k * 1e34));
     let [out, expected] = run(DType::F32, &with);
     let off = |row: usize| {
         let at = row * DIM..(row + 1) * DIM;
