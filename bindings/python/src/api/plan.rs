@@ -160,7 +160,7 @@ impl PyPlan {
         match self.plan.key().p_rounding {
             PRounding::Accumulation => "accumulation",
             PRounding::Storage => "storage",
-            PRounding::TwoStorage => "two_storage",
+            PRounding::TwoBf16 => "two_bf16",
             PRounding::Fixed => "fixed",
             PRounding::Block => "block",
             _ => "unknown",
