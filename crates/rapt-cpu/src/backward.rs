@@ -33,7 +33,7 @@ use crate::select;
 /// Keys of a block: the queries are packed once for each. Of 128, 256 and 512, the last is 3 to 8 % faster at 2048 keys in float32 and in pairs of bf16
 /// (Zen 4, 2026-11), but a short K is cut in chunks first.
 const BLOCK_N: std::ops::RangeInclusive<usize> = 128..=512;
-/// The most keys of a block of numbers in parts, of which weights take as much memory as K and V.
+/// The most keys of a block of numbers in parts, of which weights take as much memory as K and V: 512 are slower by up to 16 % (docs/lab/cpu.md).
 const MOST_KEYS_OF_PARTS: usize = 320;
 /// Most bytes of a block of K and V, and as many of their gradients.
 const BLOCK_BYTES: usize = 1 << 19;

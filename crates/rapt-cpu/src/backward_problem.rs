@@ -128,7 +128,7 @@ pub(crate) struct BackwardScratch {
     pub(crate) d_mask: usize,
     /// `[width][dim]`: rows on their way to or from a tensor.
     pub(crate) rows: usize,
-    /// A panel of columns, of whole tiles: what is finite of one.
+    /// A panel of columns, of whole tiles: what is finite of one; in parts, sums of a run or a tile before they are added.
     pub(crate) clean: usize,
     pub(crate) len: usize,
 }
@@ -169,7 +169,8 @@ impl BackwardScratch {
         let kept = part(if forward.dropout.is_some() { block_n * width } else { 0 });
         let d_mask = part(if d_mask { block_n * width } else { 0 });
         let rows = part(product(width, (2 * dim).max(2 * dim_v).max(turned[0]).max(turned[1])));
-        let clean = part(if_tiled(m / steps * 2 * lanes));
+        let sums = if parts > 1 { block_n.max(forward.head_dim().next_multiple_of(dim_run)) } else { 0 };
+        let clean = part(if_tiled(product((m / steps).max(sums), 2 * lanes)));
         let BackwardScratch { len, .. } = scratch;
         BackwardScratch {
             k_panel,
@@ -320,6 +321,17 @@ pub(crate) struct RowStates {
     pub(crate) delta: *mut u8,
 }
 
+/// Which numbers of a task are sums of parts (`kernels/parts`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TaskNumbers {
+    /// All.
+    InParts,
+    /// All but some of keys that no row attends.
+    InPartsWhereAttended,
+    /// Not all.
+    Others,
+}
+
 /// A request for gradients as the kernels see it.
 #[derive(Clone, Debug)]
 pub(crate) struct BackwardProblem {
@@ -360,8 +372,8 @@ pub(crate) struct BackwardProblem {
     pub(crate) shared_at: *mut u8,
     /// Those of the wave.
     pub(crate) partials: *mut u8,
-    /// Where numbers are sums of parts: whether all of a task have them, once an item has asked.
-    pub(crate) tasks_in_parts: Arc<[OnceLock<bool>]>,
+    /// Where numbers are sums of parts: what those of a task are, once an item has asked.
+    pub(crate) numbers_of_tasks: Arc<[OnceLock<TaskNumbers>]>,
     /// The first task of the wave, and how many there are.
     pub(crate) first_task: usize,
     pub(crate) wave_tasks: usize,
@@ -421,7 +433,7 @@ impl BackwardProblem {
             shared,
             shared_at,
             partials: std::ptr::null_mut(),
-            tasks_in_parts: (0..if partition.parts > 1 { partition.tasks } else { 0 })
+            numbers_of_tasks: (0..if partition.parts > 1 { partition.tasks } else { 0 })
                 .map(|_| OnceLock::new())
                 .collect(),
             first_task: 0,

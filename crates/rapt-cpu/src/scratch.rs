@@ -1,7 +1,7 @@
 //! Where things lie in a thread's scratch memory, and how long decode's partial rows are.
 //!
 //! ```text
-//! forward   q o row_max row_sum                tiles of queries along the lanes      k_factors v_biases v_inverses o_factors   of codes as pairs
+//! forward   q o row_max row_sum odd_queries    tiles of queries along the lanes      odd_keys k_factors v_biases v_inverses o_factors   of codes as pairs
 //!                p bias rows   one tile's      k_panel v_panel   packed
 //! int8      as forward, and besides numbers row_factors key_sums key_factors value_factors
 //! decode    q                     rows along head_dim                   p bias        one chunk's     k_panel           gathered
@@ -33,6 +33,8 @@ pub(crate) struct Scratch {
     /// Forward, of numbers in parts: `[tiles][queries]` and `[block_n]` flags of rows whose scores are computed again; else unused.
     pub(crate) odd_queries: usize,
     pub(crate) odd_keys: usize,
+    /// Forward, of numbers in parts: `[head_dim_v_padded][queries]`, what one block of keys adds to `o`.
+    pub(crate) o_block: usize,
     /// Forward: lanes of a row of Q.
     pub(crate) q_lanes: usize,
     /// Forward: `[block_n][queries]`, with a mask. Decode: `[block_n]`.
@@ -198,6 +200,7 @@ impl Scratch {
             o_factors: parts.next_if(pairs.of_output, head_dim_v_padded),
             odd_queries: parts.next_if(of_parts, tiles * queries),
             odd_keys: parts.next_if(of_parts, block_n),
+            o_block: parts.next_if(of_parts, head_dim_v_padded * queries),
             p: parts.next(if p_len > 0 { 3 * p_len } else { block_n * queries }),
             p_len,
             p_weights,

@@ -3,7 +3,10 @@
 //! Deliberately absent: what every instruction set is asked (conformance.rs, proof.rs, underflow.rs), which includes these kernels.
 #![cfg(all(unix, target_arch = "x86_64"))]
 
-use rapt_core::{Arch, Caps, DType, Operands, Options, SerialExecutor, Spec, Tensors, Workspace};
+use rapt_core::{
+    Arch, BackwardOperands, BackwardSpec, BackwardTensors, Caps, DType, GradientForms, Operands, Options,
+    SerialExecutor, Spec, Tensors, View, ViewMut, Workspace,
+};
 use rapt_testkit::{Case, Rng, Sparse, Values, reference};
 
 const QUERIES: usize = 80;
@@ -37,12 +40,16 @@ fn values(dtype: DType) -> Values {
     Values { q, k, v, scales: rapt_core::Qkv::default(), mask: None, sinks: None, alibi_slopes: None }
 }
 
+/// Whether this machine has tiles, or what their model needs around it.
 fn has_tiles() -> bool {
     rapt_cpu::tile_every_request();
-    rapt_cpu::model_tiles(false);
+    // Asked for first, the model is found where there is no unit.
+    if rapt_cpu::model_tiles(true) {
+        rapt_cpu::model_tiles(false);
+    }
     let has = rapt_cpu::available().contains(&Arch::Amx);
     if !has {
-        println!("skipped: no AMX, and its model is another test's");
+        println!("skipped: the model needs AVX-512 with bf16 around it");
     }
     has
 }
@@ -138,5 +145,107 @@ fn values_without_parts_reach_every_row_exactly() {
                 "{number:e}, {at}: {got:e}, not {want:e}"
             );
         }
+    }
+}
+
+/// dq, dk and dv of one head of [`LONG`] queries and keys, the last [`PADDING`] of which a mask hides; forward by numbers.
+fn gradients(arch: Arch, [q, k, v, d_o]: [&[f32]; 4]) -> [Vec<f32>; 3] {
+    let (shape, rows) = ([1, 1, LONG, DIM], [1, 1, LONG]);
+    let view = |name, data| View::contiguous::<f32>(name, data, shape.into()).unwrap();
+    let attended: Vec<bool> = (0..LONG).map(|j| j < LONG - PADDING).collect();
+    let mask = View::contiguous::<bool>("attn_mask", &attended, [LONG].into()).unwrap();
+    let (mut out, mut lse) = (vec![0f32; LONG * DIM], vec![0f32; LONG]);
+    let (options, caps) = (Options::default(), |arch| Caps { arch, threads: 1, clock_hz: None });
+    let mut workspace = Workspace::new();
+    let tensors = Tensors {
+        mask: Some(mask),
+        lse: Some(ViewMut::contiguous("lse", &mut lse, rows.into()).unwrap()),
+        ..Tensors::new(
+            view("q", q),
+            view("k", k),
+            view("v", v),
+            ViewMut::contiguous("out", &mut out, shape.into()).unwrap(),
+        )
+    };
+    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options)
+        .mask(tensors.mask.as_ref())
+        .out(&tensors.out)
+        .lse(tensors.lse.as_ref().unwrap())
+        .build()
+        .unwrap();
+    let plan = rapt_cpu::select(&spec, &caps(Arch::Avx512)).unwrap();
+    workspace.ensure(plan.workspace_bytes()).unwrap();
+    let mut operands = Operands::check(tensors, &spec).unwrap();
+    rapt_cpu::run(&plan, &mut operands, &mut workspace, &SerialExecutor).unwrap();
+
+    let mut all = [(); 3].map(|()| vec![0f32; LONG * DIM]);
+    let [dq, dk, dv] = &mut all;
+    let tensors = BackwardTensors {
+        mask: Some(mask),
+        dq: Some(ViewMut::contiguous("dq", dq, shape.into()).unwrap()),
+        dk: Some(ViewMut::contiguous("dk", dk, shape.into()).unwrap()),
+        dv: Some(ViewMut::contiguous("dv", dv, shape.into()).unwrap()),
+        ..BackwardTensors::new(
+            [view("q", q), view("k", k), view("v", v)],
+            view("out", &out),
+            View::contiguous("lse", &lse, rows.into()).unwrap(),
+            view("d_o", d_o),
+        )
+    };
+    let form = |of: &Option<ViewMut<'_>>| of.as_ref().map(Into::into);
+    let forms = GradientForms {
+        dq: form(&tensors.dq),
+        dk: form(&tensors.dk),
+        dv: form(&tensors.dv),
+        ..GradientForms::new(&tensors.d_o)
+    };
+    let spec = BackwardSpec::new(spec, &forms).unwrap();
+    let plan = rapt_cpu::select_backward(&spec, &caps(arch)).unwrap();
+    assert_eq!(plan.plan().key().arch, arch);
+    workspace.ensure(plan.workspace_bytes()).unwrap();
+    let mut operands = BackwardOperands::check(tensors, &spec).unwrap();
+    rapt_cpu::run_backward(&plan, &mut operands, &mut workspace, &SerialExecutor).unwrap();
+    all
+}
+
+const LONG: usize = 260;
+const PADDING: usize = 50;
+
+fn numbers(seed: u64, scale: f32) -> Vec<f32> {
+    let mut rng = Rng::new(seed);
+    (0..LONG * DIM).map(|_| rng.normal() as f32 * scale).collect()
+}
+
+#[test]
+fn what_lies_in_padding_touches_no_bit_of_a_gradient() {
+    if !has_tiles() {
+        return;
+    }
+    let [q, mut k, mut v, d_o] = [1, 2, 3, 4].map(|seed| numbers(seed, 1.0));
+    let padding = (LONG - PADDING) * DIM..;
+    k[padding.clone()].fill(0.0);
+    v[padding.clone()].fill(0.0);
+    let clean = gradients(Arch::Amx, [&q, &k, &v, &d_o]);
+    for garbage in [f32::NAN, f32::INFINITY, 3e38, 1e-42] {
+        k[padding.clone()].fill(garbage);
+        v[padding.clone()].fill(-garbage);
+        let bits = |of: &[Vec<f32>; 3]| of.each_ref().map(|of| of.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
+        assert!(bits(&gradients(Arch::Amx, [&q, &k, &v, &d_o])) == bits(&clean), "{garbage:e}");
+    }
+}
+
+/// There the states of rows are found from products by numbers, which round large scores in another way than parts do.
+#[test]
+fn gradients_of_large_scores_are_those_of_numbers() {
+    if !has_tiles() {
+        return;
+    }
+    let (q, v, d_o) = (numbers(1, 1000.0), numbers(2, 1.0), numbers(3, 1.0));
+    let tensors = [&q[..], &q, &v, &d_o];
+    let [expected, got] = [Arch::Avx512, Arch::Amx].map(|arch| gradients(arch, tensors));
+    for (got, expected) in got.iter().zip(&expected) {
+        let most = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+        let off = got.iter().zip(expected).map(|(got, expected)| (got - expected).abs());
+        assert!(most > 0.0 && off.fold(0f32, f32::max) <= 1e-5 * most);
     }
 }

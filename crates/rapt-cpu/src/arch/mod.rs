@@ -183,7 +183,7 @@ fn avx512_bf16_entry(step: Step, storage: DType) -> Option<Entry> {
     entry_of::<avx512::Avx512F32, avx512::Avx512F64>(step, storage)
 }
 
-/// As AVX-512, with the products of bf16 formed tile by tile.
+/// As AVX-512, with forward's products formed tile by tile, of bf16 or of what is a sum of them.
 #[cfg(target_arch = "x86_64")]
 fn amx_entry(step: Step, storage: DType) -> Option<Entry> {
     /// Forward while this thread has tiles.

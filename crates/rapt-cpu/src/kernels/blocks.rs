@@ -101,6 +101,8 @@ pub(crate) struct ValueProduct<'a, S: Simd, const V: usize> {
     /// Where weights lie as numbers, before some were dropped, if their lanes have more parts than steps.
     pub(crate) numbers: *const S::Elem,
     pub(crate) acc_o: *mut S::Elem,
+    /// Room for as many sums, of numbers in parts.
+    pub(crate) room: *mut S::Elem,
     pub(crate) factors: [S::V; V],
     /// The block that `v` is a part of, where a key may have a weight of [`Real::MASKED`].
     pub(crate) masked: Option<&'a mut Values<S::Elem>>,
@@ -160,6 +162,8 @@ pub(crate) trait BlockProducts<S: Simd>: Products<S> {
     unsafe fn rescale<const V: usize>(_dim: usize, _acc_o: *mut S::Elem, _factors: [S::V; V]) {}
     /// Whether V is always asked for numbers that are not multiplied, not only where some weight is masked.
     const CLEANS: bool = false;
+    /// Adds what products of one block of keys left in `room`.
+    unsafe fn add_sums<const V: usize>(_dim: usize, _room: *const S::Elem, _acc_o: *mut S::Elem) {}
     /// Scores that are to be computed again.
     unsafe fn amend<const V: usize>(_amend: Amend<'_, S::Elem>) {}
     /// Whether K and V that are codes may become lanes.

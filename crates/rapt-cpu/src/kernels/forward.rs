@@ -501,7 +501,15 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
         let (&Step { keys: (_, keys), v, .. }, p) = (self, self.weights());
         let masked = (M::CLEANS || self.is_masked()).then_some(whole);
         let (dim, acc_o) = (self.task.problem.head_dim_v, self.tile.acc_o);
-        ValueProduct { keys, dim, v, p, numbers: self.x, acc_o, factors, masked }
+        let room = self.task.part(self.task.problem.scratch.o_block);
+        ValueProduct { keys, dim, v, p, numbers: self.x, acc_o, room, factors, masked }
+    }
+
+    /// What [`Step::values_product`] left beside O.
+    unsafe fn add_sums(&self) {
+        let Task { problem, .. } = self.task;
+        // SAFETY: as in `item`.
+        unsafe { M::add_sums::<V>(problem.head_dim_v, self.task.part(problem.scratch.o_block), self.tile.acc_o) }
     }
 
     /// All of it, one after the other.
@@ -522,7 +530,10 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
             let values = self.values_product(factors, whole);
             match &self.v_codes {
                 Some(codes) if M::OF_CODES && codes.by_numbers => M::add_numbers::<V>(codes, values),
-                _ => M::multiply::<V>(None, Some(values)).finish(),
+                _ => {
+                    M::multiply::<V>(None, Some(values)).finish();
+                    self.add_sums();
+                }
             }
         }
     }
@@ -551,12 +562,15 @@ impl<'a, S: Simd, M: BlockProducts<S>> Line<'a, S, M> {
         // SAFETY: as in `item`; the three tiles have scores, weights and sums of their own.
         unsafe {
             let mut beside = M::multiply::<2>(keys, values);
-            self.weighted = None;
+            let summed = self.weighted.take();
             if let Some(step) = self.scored.take() {
                 let factors = step.weigh(&mut beside);
                 self.weighted = Some((step, factors));
             }
             beside.finish();
+            if let Some((step, _)) = &summed {
+                step.add_sums();
+            }
             if let Some(step) = &next {
                 step.amend();
                 step.modify();

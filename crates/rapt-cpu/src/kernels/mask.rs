@@ -70,6 +70,13 @@ pub(crate) unsafe fn read_row<E: Real>(
     }
 }
 
+/// Whether the mask lets a row attend a key.
+pub(crate) unsafe fn attends<E: Real>(mask: &Input<4>, row: Row, j: usize) -> bool {
+    let at = mask.at([row.batch, row.head, row.i, j]);
+    // SAFETY: an element of the mask.
+    unsafe { if mask.dtype == DType::Bool { *at != 0 } else { E::load_as(mask.dtype, at) != E::NEG_INFINITY } }
+}
+
 /// What the mask does to keys `j0..j0 + n` of one row of a boolean mask, without writing anything.
 #[inline(always)]
 unsafe fn scan_row(mask: &Input<4>, row: Row, (j0, n): (usize, usize)) -> Effect {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! x = x₀ + x₁ + x₂      x₀ the first 8 bits of x, x₁ those of x − x₀, x₂ the last                       exact
-//! x·y ≈ x₂y₀ + x₁y₀ + x₁y₁ + x₀y₁ + x₀y₂ + x₀y₀                   left out: at most 2⁻²³ of the product, 2⁻²⁵ on average
+//! x·y ≈ x₂y₀ + x₁y₀ + x₁y₁ + x₀y₁ + x₀y₂ + x₀y₀                   left out: at most 2⁻²¹ of the product, 2⁻²⁴·⁷ on average
 //! ```
 //! (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations".) Of float16,
 //! scores have all four products, which are exact; values three, of weights of 16 bits.
@@ -50,12 +50,12 @@ impl<S: Bf16Pairs> Numbers<S> for f32 {
 }
 
 /// The most parts of a number.
-pub(crate) const MOST_PARTS: usize = 3;
+const MOST_PARTS: usize = 3;
 
 /// Numbers of a row of a tile.
 const ROW: usize = 2 * SIDE;
 
-/// The parts of a vector of numbers: `x` from part `n` on is what is left of it.
+/// The first part of numbers.
 #[inline(always)]
 unsafe fn first_part<S: Bf16Pairs>(x: S::V) -> S::V {
     // SAFETY: the caller vouches for the instruction set.
@@ -79,7 +79,7 @@ unsafe fn quiet<S: Bf16Pairs>(x: S::V) -> S::V {
     unsafe { S::select(S::eq(x, x), x, S::splat(f32::NAN)) }
 }
 
-/// `PARTS` vectors of pairs of two vectors of numbers of a tensor; `join` says how two vectors of bf16 become one.
+/// `PARTS` vectors of pairs of two vectors of numbers of a tensor: of a row, whose numbers follow one another, or of two rows, woven.
 #[inline(always)]
 unsafe fn split_numbers<S: Bf16Pairs, T: Numbers<S>>(mut x: [S::V; 2], is_row: bool, to: *mut f32, part: usize) {
     // SAFETY: the caller vouches for a vector for each part.
@@ -112,6 +112,7 @@ pub(crate) unsafe fn store_weights<S: Bf16Pairs, T: Numbers<S>>(p: [S::V; 2], to
 /// A vector of `n` numbers, `stride` apart, at most as many as a vector has; zeros behind them.
 #[inline(always)]
 unsafe fn read<S: Bf16Pairs, T: Numbers<S>>(from: *const T, stride: isize, n: usize) -> S::V {
+    const { assert!(S::LANES == SIDE, "a row of a tile is a vector") };
     // SAFETY: the caller vouches for n numbers.
     unsafe {
         if stride == 1 && n >= S::LANES {
@@ -252,6 +253,8 @@ pub(crate) unsafe fn pack_values<S: Bf16Pairs, T: Numbers<S>>(
 /// What has parts: 0, and numbers between these two.
 const LEAST: f32 = f32::from_bits((127 - 100) << 23);
 const LARGE: f32 = f32::from_bits((127 + 40) << 23);
+/// The first of them where products of three numbers are split again.
+const LEAST_OF_GRADIENTS: f32 = f32::from_bits((127 - 60) << 23);
 
 /// Whether a number has parts, by its first one.
 fn has_parts(first: f32) -> bool {
@@ -311,26 +314,24 @@ impl<S: Bf16Pairs> Part<S> for FindOdd {
 
 /// Whether all numbers of a panel of V have parts: found once, for the first tile of queries that asks.
 pub(crate) unsafe fn all_have_parts<S: Bf16Pairs, T: Numbers<S>>(block: &mut Values<f32>) -> bool {
-    let panel = Panel { from: block.rows.ptr, tiles: block.steps * block.lanes / TILE, parts: T::PARTS };
+    let panel = HaveParts { from: block.rows.ptr, tiles: block.steps * block.lanes / TILE, parts: T::PARTS };
     // SAFETY: promised by the caller.
-    *block.finite.get_or_insert_with(|| unsafe { S::apart_paired(HaveParts(panel)) })
+    *block.finite.get_or_insert_with(|| unsafe { S::apart_paired(panel) })
 }
 
 /// Tiles of first parts, each followed by those of its other parts.
-struct Panel {
+struct HaveParts {
     from: *const f32,
     /// Of all parts.
     tiles: usize,
     parts: usize,
 }
 
-struct HaveParts(Panel);
-
 impl<S: Bf16Pairs> Part<S> for HaveParts {
     type Output = bool;
     #[inline(always)]
     unsafe fn run(self) -> bool {
-        let Panel { from, tiles, parts } = self.0;
+        let HaveParts { from, tiles, parts } = self;
         // SAFETY: the caller vouches for the panel.
         unsafe {
             let mut odd = S::splat(0.0);
@@ -344,7 +345,22 @@ impl<S: Bf16Pairs> Part<S> for HaveParts {
     }
 }
 
-/// A panel with zeros in place of what has no parts.
+/// Whether a row of a tile of first parts has a number that is not multiplied: one without parts, or one that is not finite if it is its only part.
+#[inline(always)]
+pub(crate) unsafe fn has_odd<S: Bf16Pairs, T: Numbers<S>>(row: *const f32) -> bool {
+    // SAFETY: the caller vouches for the row.
+    unsafe {
+        let (pairs, zero) = (S::load(row), S::splat(0.0));
+        if T::PARTS > 1 {
+            return S::reduce_add(mark_odd::<S>(pairs, zero)) != 0.0;
+        }
+        let [low, high] = S::split(pairs);
+        // 0 · x is 0 for finite x and NaN otherwise.
+        S::reduce_add(S::fma(high, zero, S::mul(low, zero))).is_nan()
+    }
+}
+
+/// A panel with zeros in place of what has no parts; it may be the same panel.
 pub(crate) struct CleanParts {
     pub(crate) from: *const f32,
     pub(crate) len: usize,
@@ -357,13 +373,16 @@ impl<S: Bf16Pairs> Part<S> for CleanParts {
     #[inline(always)]
     unsafe fn run(self) {
         let CleanParts { from, len, parts, to } = self;
-        for at in 0..len {
-            let first = at / TILE / parts * parts * TILE + at % TILE;
-            // SAFETY: the caller vouches for whole tiles of each part on both sides.
-            unsafe {
-                let keep = halves((*from.add(first)).to_bits()).map(has_parts);
-                let mask = (u32::from(keep[0]) * 0xFFFF) | (u32::from(keep[1]) * 0xFFFF_0000);
-                *to.add(at) = f32::from_bits((*from.add(at)).to_bits() & mask);
+        for tile in (0..len).step_by(parts * TILE) {
+            for lane in tile..tile + TILE {
+                // SAFETY: the caller vouches for whole tiles of each part on both sides.
+                unsafe {
+                    let keep = halves((*from.add(lane)).to_bits()).map(has_parts);
+                    let mask = (u32::from(keep[0]) * 0xFFFF) | (u32::from(keep[1]) * 0xFFFF_0000);
+                    for at in (0..parts).map(|part| lane + part * TILE) {
+                        *to.add(at) = f32::from_bits((*from.add(at)).to_bits() & mask);
+                    }
+                }
             }
         }
     }
@@ -417,12 +436,14 @@ impl<S: Bf16Pairs, T: Numbers<S>, const V: usize> Part<S> for AmendScores<'_, T,
                     continue;
                 }
                 let k = problem.k.at_key([batch, kv_head, j0 + j, 0]).cast::<T>();
-                for v in 0..V {
-                    let mut sum = S::splat(0.0);
-                    for d in 0..dim {
-                        let k = S::splat(T::widen(*k.wrapping_offset(d as isize * problem.k.strides[3])));
-                        sum = S::fma(k, S::load(room.add(d * queries + v * S::LANES)), sum);
+                let mut sums = [S::splat(0.0); V];
+                for d in 0..dim {
+                    let k = S::splat(T::widen(*k.wrapping_offset(d as isize * problem.k.strides[3])));
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        *sum = S::fma(k, S::load(room.add(d * queries + v * S::LANES)), *sum);
                     }
+                }
+                for (v, sum) in sums.into_iter().enumerate() {
                     let to = x.add(j * queries + v * S::LANES);
                     let keep = S::eq(S::load(odd_queries.add(v * S::LANES)), S::splat(0.0));
                     S::store(to, if is_odd_key { sum } else { S::select(keep, S::load(to), sum) });
@@ -432,7 +453,7 @@ impl<S: Bf16Pairs, T: Numbers<S>, const V: usize> Part<S> for AmendScores<'_, T,
     }
 }
 
-/// Whether all numbers of a row of `dim` have parts.
+/// Whether all numbers of a row of `dim` have parts, of which products are split again.
 pub(crate) struct RowHasParts<T> {
     pub(crate) row: *const T,
     pub(crate) stride: isize,
@@ -446,18 +467,40 @@ impl<S: Bf16Pairs, T: Numbers<S>> Part<S> for RowHasParts<T> {
         let RowHasParts { row, stride, dim } = self;
         // SAFETY: the caller vouches for the row.
         unsafe {
-            let (zero, one) = (S::splat(0.0), S::splat(1.0));
+            let (zero, one, least) = (S::splat(0.0), S::splat(1.0), S::splat(LEAST_OF_GRADIENTS));
             let (mut odd, mut at) = ([zero; 2], 0);
             while at < dim {
                 for odd in &mut odd {
                     let x =
                         S::abs(read::<S, T>(row.wrapping_offset(at as isize * stride), stride, dim.saturating_sub(at)));
-                    let is_odd = S::select(S::lt(x, S::splat(LEAST)), S::select(S::eq(x, zero), *odd, one), *odd);
+                    let is_odd = S::select(S::lt(x, least), S::select(S::eq(x, zero), *odd, one), *odd);
                     *odd = S::select(S::lt(x, S::splat(LARGE)), is_odd, one);
                     at += S::LANES;
                 }
             }
             S::reduce_add(S::add(odd[0], odd[1])) == 0.0
+        }
+    }
+}
+
+/// `to += from`, `len` elements in whole vectors: sums of a block of keys, or of a run of queries. One sum over all of them would be rounded at its size for each
+/// of the products of parts.
+pub(crate) struct AddSums {
+    pub(crate) from: *const f32,
+    pub(crate) len: usize,
+    pub(crate) to: *mut f32,
+}
+
+impl<S: Bf16Pairs> Part<S> for AddSums {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let AddSums { from, len, to } = self;
+        // SAFETY: the caller vouches for the elements.
+        unsafe {
+            for at in (0..len).step_by(S::LANES) {
+                S::store(to.add(at), S::add(S::load(to.add(at)), S::load(from.add(at))));
+            }
         }
     }
 }

@@ -21,7 +21,9 @@ use super::blocks::{Amend, BlockProducts, KeyProduct, Rows, ValueProduct, Values
 use super::gemm::{Blocks, OneRow, SUM_ROW, Weights};
 use super::matmul::Broadcast;
 use super::pairs::{Bf16Pairs, Paired, weave};
-use super::parts::{self, AmendScores, CleanParts, FindOdd, Numbers, all_have_parts, odd_numbers, row_of_tiles};
+use super::parts::{
+    self, AddSums, AmendScores, CleanParts, FindOdd, Numbers, all_have_parts, has_odd, odd_numbers, row_of_tiles,
+};
 use super::products::{Block, Lanes, Packing, Products};
 use super::simd::{Part, Simd};
 use crate::arch::amx::{InMemory, Operands, Parts, SIDE, TILE, multiply, unit};
@@ -233,6 +235,13 @@ impl<S: Bf16Pairs, T: Numbers<S>> BlockProducts<S> for Tiled<T> {
         T::PARTS * dim.next_multiple_of(SIDE)
     }
 
+    unsafe fn add_sums<const V: usize>(dim: usize, room: *const f32, acc_o: *mut f32) {
+        if T::PARTS > 1 {
+            // SAFETY: promised by the caller.
+            unsafe { S::apart(AddSums { from: room, len: dim * V * S::LANES, to: acc_o }) };
+        }
+    }
+
     unsafe fn amend<const V: usize>(amend: Amend<'_, f32>) {
         // SAFETY: promised by the caller.
         unsafe { S::apart(AmendScores::<T, V>(amend, PhantomData)) }
@@ -269,8 +278,12 @@ impl<S: Bf16Pairs, T: Numbers<S>> BlockProducts<S> for Tiled<T> {
                 queue.add(V * S::LANES, key_tiles::<S, T, V>(&keys));
             }
             if let Some(values) = values {
-                let ValueProduct { keys, dim, v, p, numbers, acc_o, masked, .. } = values;
-                queue.add(V * S::LANES, value_tiles::<S, T, V>((keys, dim), v, (p, numbers), acc_o, masked));
+                let ValueProduct { keys, dim, v, p, numbers, acc_o, room, masked, .. } = values;
+                let (rows, mut operands) = value_tiles::<S, T, V>((keys, dim), v, (p, numbers), acc_o, masked);
+                if T::PARTS > 1 {
+                    operands = Operands { c: sums(room.cast(), V * S::LANES), from_zero: true, ..operands };
+                }
+                queue.add(V * S::LANES, (rows, operands));
             }
         }
         queue
@@ -415,37 +428,56 @@ impl<S: Bf16Pairs, T: Numbers<S>, const V: usize> Part<S> for AddOdd<S, T, V> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let AddOdd { keys, dim, v, p, numbers, acc_o, .. } = self;
-        let dim_tiles = dim.div_ceil(SIDE);
-        for lane in 0..keys.div_ceil(2) {
+        let AddOdd { keys, dim, v, .. } = self;
+        let (lanes, dim_tiles) = (keys.div_ceil(2), dim.div_ceil(SIDE));
+        for first in (0..lanes).step_by(SIDE) {
             for d in 0..dim {
-                let tile = (lane / SIDE * dim_tiles + d / SIDE) * T::PARTS * TILE;
-                // SAFETY: V has this lane of this dimension; p and acc_o have rows of V vectors for each.
+                let tile = (first / SIDE * dim_tiles + d / SIDE) * T::PARTS * TILE;
+                // SAFETY: V has these lanes of this dimension.
                 unsafe {
-                    let at = v.ptr.add(tile + d % SIDE * SIDE + lane % SIDE);
-                    for (half, value) in odd_numbers(at, TILE, T::PARTS).into_iter().enumerate() {
-                        let Some(value) = value else { continue };
-                        for at in 0..V {
-                            let weights = p.add((lane * T::PARTS * V + at) * S::LANES);
-                            let first = S::load(weights);
-                            let mut weight = S::split(first)[half];
-                            if T::PARTS > 2 {
-                                let number = S::load(numbers.add(((2 * lane + half) * V + at) * S::LANES));
-                                weight = S::select(S::eq(weight, S::splat(0.0)), weight, number);
+                    let row = v.ptr.add(tile + d % SIDE * SIDE);
+                    if !has_odd::<S, T>(row) {
+                        continue;
+                    }
+                    for lane in first..lanes.min(first + SIDE) {
+                        let odd = odd_numbers(row.add(lane - first), TILE, T::PARTS);
+                        for (half, value) in odd.into_iter().enumerate() {
+                            if let Some(value) = value {
+                                self.add(value, (lane, half), d);
                             }
-                            if T::PARTS == 2 {
-                                weight = S::add(weight, S::split(S::load(weights.add(V * S::LANES)))[half]);
-                            }
-                            // As the unit does: a weight below the least normal number is 0.
-                            let is_small = S::lt(S::abs(weight), S::splat(f32::MIN_POSITIVE));
-                            let weight = S::select(is_small, S::splat(0.0), weight);
-                            let to = acc_o.add((d * V + at) * S::LANES);
-                            let (old, sum) = (S::load(to), S::fma(weight, S::splat(value), S::load(to)));
-                            let attended = S::split(S::keep_attended(S::splat(ONES), first))[half];
-                            S::store(to, S::select(S::eq(attended, S::splat(0.0)), old, sum));
                         }
                     }
                 }
+            }
+        }
+    }
+}
+
+impl<S: Bf16Pairs, T: Numbers<S>, const V: usize> AddOdd<S, T, V> {
+    /// One of them, of a half of a lane of keys.
+    #[inline(always)]
+    unsafe fn add(&self, value: f32, (lane, half): (usize, usize), d: usize) {
+        let &AddOdd { p, numbers, acc_o, .. } = self;
+        // SAFETY: p, `numbers` and acc_o have rows of V vectors for each lane, key and dimension.
+        unsafe {
+            for at in 0..V {
+                let weights = p.add((lane * T::PARTS * V + at) * S::LANES);
+                let first = S::load(weights);
+                let mut weight = S::split(first)[half];
+                if T::PARTS > 2 {
+                    let number = S::load(numbers.add(((2 * lane + half) * V + at) * S::LANES));
+                    weight = S::select(S::eq(weight, S::splat(0.0)), weight, number);
+                }
+                if T::PARTS == 2 {
+                    weight = S::add(weight, S::split(S::load(weights.add(V * S::LANES)))[half]);
+                }
+                // As the unit does: a weight below the least normal number is 0.
+                let is_small = S::lt(S::abs(weight), S::splat(f32::MIN_POSITIVE));
+                let weight = S::select(is_small, S::splat(0.0), weight);
+                let to = acc_o.add((d * V + at) * S::LANES);
+                let (old, sum) = (S::load(to), S::fma(weight, S::splat(value), S::load(to)));
+                let attended = S::split(S::keep_attended(S::splat(ONES), first))[half];
+                S::store(to, S::select(S::eq(attended, S::splat(0.0)), old, sum));
             }
         }
     }

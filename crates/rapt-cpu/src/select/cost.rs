@@ -47,12 +47,13 @@ pub(super) fn bytes_packed(
     let per_thread = if key.kernel == Kernel::Decode {
         partition.pv_keys * k.max(v) * read_as.size_bytes()
     } else {
-        let dtype = match key.p_rounding {
-            PRounding::Storage => spec.numerics.storage,
-            PRounding::Block => DType::I8,
-            _ => spec.numerics.accumulation,
+        let of_tiles = arch::tiled(key.arch, key.storage).map(|parts| parts * DType::BF16.size_bytes());
+        let size = match key.p_rounding {
+            PRounding::Storage => spec.numerics.storage.size_bytes(),
+            PRounding::Block => DType::I8.size_bytes(),
+            _ => of_tiles.unwrap_or(spec.numerics.accumulation.size_bytes()),
         };
-        partition.block_n * (k + v) * dtype.size_bytes()
+        partition.block_n * (k + v) * size
     };
     per_thread.saturating_mul(threads)
 }

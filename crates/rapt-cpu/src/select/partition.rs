@@ -118,14 +118,15 @@ struct Items {
     chunk_rows: usize,
 }
 
-/// Tiles of `queries` rows, of which an item has as many as `most_rows` and the second cache hold.
-fn items(spec: &Spec, queries: usize, most_rows: usize, tile_bytes: usize, threads: usize) -> Items {
+/// Tiles of `queries` rows, of which an item has as many as `most_rows` and the second cache hold, and so few that there are `least_items` if rows
+/// are enough.
+fn items(spec: &Spec, queries: usize, most_rows: usize, tile_bytes: usize, least_items: usize) -> Items {
     let heads = if spec.q_len() < 2 * queries { spec.group_size() } else { 1 };
     let tasks = spec.batch() * (spec.num_q_heads() / heads);
     let rows = heads * spec.q_len();
     let mut count = (most_rows / queries).clamp(1, (TILES_BYTES / tile_bytes).max(1));
     // Enough items that the threads end together, as long as an item still shares each block of keys among tiles.
-    while count > 2 && tasks * rows.div_ceil(count * queries) < threads.saturating_mul(4) {
+    while count > 2 && tasks * rows.div_ceil(count * queries) < least_items {
         count /= 2;
     }
     Items { tasks, heads, rows, chunk_rows: (count * queries).min(rows.next_multiple_of(queries)) }
@@ -141,7 +142,13 @@ fn forward_partition(
     let tile = &tiles.forward;
     let shape = arch::tile_shape(key.arch, key.storage);
     let tile_bytes = shape.queries * (spec.head_dim() + spec.head_dim_v()) * key.accumulation.size_bytes();
-    let Items { tasks, heads, rows, chunk_rows } = items(spec, shape.queries, tile.rows, tile_bytes, threads);
+    // Each item packs K and V anew: in parts that costs what some hundred queries take, and the last of few items is worth waiting for.
+    let items_of_thread = match arch::tiled(key.arch, key.storage) {
+        Some(2..) => 1 + usize::from(spec.causal.is_some()),
+        _ => 4,
+    };
+    let least_items = threads.saturating_mul(items_of_thread);
+    let Items { tasks, heads, rows, chunk_rows } = items(spec, shape.queries, tile.rows, tile_bytes, least_items);
 
     // Pairs of K along head_dim are read where they lie if every row is whole lanes, in steps of whole lanes.
     let [k_is_whole, v_is_whole] = rows_are_whole(spec, readings);
@@ -177,7 +184,8 @@ const INT8_ROWS: usize = 256;
 fn int8_partition(spec: &Spec, key: &KernelKey, threads: usize) -> Partition {
     let queries = arch::tile_shape(key.arch, DType::F32).queries;
     let tile_bytes = queries * (spec.head_dim().div_ceil(4) + spec.head_dim_v()) * key.accumulation.size_bytes();
-    let Items { tasks, heads, rows, chunk_rows } = items(spec, queries, INT8_ROWS, tile_bytes, threads);
+    let Items { tasks, heads, rows, chunk_rows } =
+        items(spec, queries, INT8_ROWS, tile_bytes, threads.saturating_mul(4));
     Partition {
         tasks,
         heads,

@@ -96,6 +96,8 @@ pub(crate) trait GradientRows<S: Simd, T: Storage<S>>: GradientLanes<S> + Packin
         k: Rows<S::Elem>,
         panel: *mut S::Elem,
     ) -> Values<S::Elem>;
+    /// Lets nothing lie in `len` lanes of a packed block of a task's keys that would not be multiplied: what no row attends.
+    unsafe fn clean_keys(_problem: &BackwardProblem, _task: usize, _panel: *mut S::Elem, _len: usize) {}
     /// One tile of Q or dO.
     unsafe fn pack_tile(tile: &PackTile<'_, S::Elem>);
 }
@@ -113,6 +115,8 @@ pub(crate) struct QueryProduct<'a, E> {
     pub(super) y: *mut E,
     /// Whether some of `ds` may be [`Real::MASKED`](super::super::simd::Real::MASKED).
     pub(super) has_masked: bool,
+    /// Room for as many sums.
+    pub(super) room: *mut E,
 }
 
 /// Sums over the queries of a run: `keys` rows of `dim` columns onto those from row `skip` on of a block's.
@@ -132,7 +136,7 @@ pub(crate) struct Contract<E> {
     pub(super) block_n: usize,
     /// Whether some weight may be [`Real::MASKED`](super::super::simd::Real::MASKED) of a row that lies in x as it is.
     pub(super) selects: bool,
-    /// Room for a panel of x.
+    /// Room for a panel of x, or of y.
     pub(super) room: *mut E,
 }
 

@@ -155,9 +155,13 @@ impl<E: Real> Keys<E> {
             }
             let panel = base.wrapping_add(panel);
             let pack = PackKeys { input, block, dim, panel, rows: PhantomData::<(M, T)> };
+            let stride = partition.lanes(dim);
             // SAFETY: scratch memory has a panel where rows are not read in place.
-            unsafe { M::apart(pack) };
-            Rows { ptr: panel.cast_const(), stride: partition.lanes(dim) as isize }
+            unsafe {
+                M::apart(pack);
+                M::clean_keys(problem, task, panel, n.next_multiple_of(partition.form.key_run) * stride);
+            }
+            Rows { ptr: panel.cast_const(), stride: stride as isize }
         };
         let k = rows(&problem.k, problem.head_dim, partition.k_in_place, scratch.k_panel);
         let v = rows(&problem.v, problem.head_dim_v, partition.v_in_place, scratch.v_panel);
@@ -165,7 +169,11 @@ impl<E: Real> Keys<E> {
         if problem.dq.is_some() {
             let panel = base.wrapping_add(scratch.k_along_keys);
             // SAFETY: scratch memory has a panel for it, where it is not `k`.
-            k_along_keys = Some(unsafe { M::along_keys(&problem.k, block, problem.head_dim, k, panel) });
+            unsafe {
+                let values = M::along_keys(&problem.k, block, problem.head_dim, k, panel);
+                M::clean_keys(problem, task, panel, values.steps * values.lanes);
+                k_along_keys = Some(values);
+            }
         }
         let (dk, dv) = (base.wrapping_add(scratch.dk), base.wrapping_add(scratch.dv));
         Keys { task, first, n, k, v, k_along_keys, dk, dv }
@@ -353,7 +361,8 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         }
         if let (Some(y), Some(k)) = (partial, &mut keys.k_along_keys) {
             let (dim, ds) = (problem.head_dim, M::places(problem, base, t, 0).along_keys);
-            M::query_product(QueryProduct { keys: n, skip, dim, k, ds, y, has_masked: tile.has_masked });
+            let (has_masked, room) = (tile.has_masked, part(scratch.clean));
+            M::query_product(QueryProduct { keys: n, skip, dim, k, ds, y, has_masked, room });
         }
     }
 }

@@ -98,7 +98,7 @@ impl<S: Simd, M: AddAttended<S>> Part<S> for QueriesSelecting<S, M> {
 
 /// [`GradientLanes::query_product`](super::lanes::GradientLanes::query_product).
 pub(super) unsafe fn query_product<S: Simd, M: AddAttended<S>>(product: QueryProduct<'_, S::Elem>) {
-    let QueryProduct { keys, skip, dim, k, ds, y, has_masked } = product;
+    let QueryProduct { keys, skip, dim, k, ds, y, has_masked, .. } = product;
     let Rows { ptr, stride } = k.rows.from(skip / M::STEPS);
     let (b, n) = (Broadcast { ptr, row: 1, step: stride }, keys.div_ceil(M::STEPS));
     let product = Factors::<S, 2> { rows: dim, n, x: ds.cast_const(), b, y, onto: Onto::Sum };

@@ -77,7 +77,7 @@ impl<S: Simd, T: Storage<S>> Part<S> for FindStates<'_, T> {
 }
 
 /// Beyond this much a lse is not relied on: its rounding is 2^−14 of a probability in float32.
-const LARGE: i64 = 1 << 10;
+pub(super) const LARGE: i64 = 1 << 10;
 
 /// Finds maxima and sums of the rows of tile `n` of all tasks whose lse is large.
 pub(super) unsafe fn large<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(

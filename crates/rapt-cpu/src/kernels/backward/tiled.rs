@@ -17,7 +17,7 @@ use super::super::blocks::{KeyProduct, Rows, Values};
 use super::super::matmul::Broadcast;
 use super::super::pack::transpose_in;
 use super::super::pairs::{Bf16Pairs, Paired};
-use super::super::parts::{Numbers, lay_pair, row_of_tiles, weave_parts};
+use super::super::parts::{AddSums, CleanParts, Numbers, lay_pair, row_of_tiles, weave_parts};
 use super::super::products::{Block, Lanes, Packing};
 use super::super::simd::{Part, Real};
 use super::super::tiled::{Clean, TILE_KEYS, Tiled, key_tiles, of_panel, of_rows, of_sums, value_tiles};
@@ -25,7 +25,7 @@ use super::lanes::{Contract, GradientLanes, GradientRows, Laid, PackTile, Places
 use super::pairs::PackAlongKeys;
 use super::products::IsFinite;
 use crate::arch::amx::{InMemory, Operands, SIDE, Tiles};
-use crate::backward_problem::{BackwardProblem, Form};
+use crate::backward_problem::{BackwardProblem, Form, TaskNumbers};
 use crate::problem::{Input, Row};
 
 /// As many keys as a block has: of numbers in parts, products of all of them while Qᵀ stays near (docs/lab/cpu.md).
@@ -56,13 +56,20 @@ impl<S: Bf16Pairs, T: Numbers<S>> GradientLanes<S> for Tiled<T> {
     }
 
     unsafe fn query_product(product: QueryProduct<'_, f32>) {
-        let QueryProduct { keys, skip, dim, k, ds, y, has_masked } = product;
+        let QueryProduct { keys, skip, dim, k, ds, y, has_masked, room } = product;
         let (rows, numbers) = (k.rows.from(skip / 2), std::ptr::null());
-        let masked = (has_masked && T::PARTS == 1).then_some(k);
+        let masked = has_masked.then_some(k);
         // SAFETY: as above.
         unsafe {
-            let (rows, operands) = value_tiles::<S, T, 2>((keys, dim), rows, (ds, numbers), y, masked);
-            rows_of_tiles(rows, 2 * S::LANES, operands);
+            let width = 2 * S::LANES;
+            if T::PARTS == 1 {
+                let (rows, operands) = value_tiles::<S, T, 2>((keys, dim), rows, (ds, numbers), y, masked);
+                rows_of_tiles(rows, width, operands);
+            } else {
+                let (rows, operands) = value_tiles::<S, T, 2>((keys, dim), rows, (ds, numbers), room, None);
+                rows_of_tiles(rows, width, Operands { from_zero: true, ..operands });
+                S::apart(AddSums { from: room.cast_const(), len: rows * SIDE * width, to: y });
+            }
         }
     }
 
@@ -82,15 +89,19 @@ impl<S: Bf16Pairs, T: Numbers<S>> GradientLanes<S> for Tiled<T> {
                 }
                 let (a, of_x) =
                     (of_rows(Broadcast { ptr: b, row: lanes(row) as isize, step: 1 }, 0), of_panel(x, panel.width));
+                let sums = if T::PARTS == 1 { y } else { room };
                 let operands = Operands {
                     a: InMemory { along: T::PARTS * a.along, part: a.along, ..a },
                     b: InMemory { along: T::PARTS * of_x.along, part: of_x.along, ..of_x },
-                    c: of_sums(y, panel.width),
+                    c: of_sums(sums, panel.width),
                     steps: rows / 2 / SIDE,
                     parts: T::OF_VALUES,
-                    from_zero: false,
+                    from_zero: T::PARTS > 1,
                 };
                 rows_of_tiles(keys.div_ceil(SIDE), panel.width, operands);
+                if T::PARTS > 1 {
+                    S::apart(AddSums { from: room.cast_const(), len: keys * panel.width, to: y });
+                }
             }
         }
     }
@@ -123,6 +134,13 @@ impl<S: Bf16Pairs, T: Numbers<S>> GradientRows<S, T> for Tiled<T> {
         let width = T::PARTS * dim.next_multiple_of(SIDE);
         let rows = Rows { ptr: panel.cast_const(), stride: width as isize };
         Values { rows, steps: block.n.next_multiple_of(TILE_KEYS) / 2, lanes: width, finite: None }
+    }
+    unsafe fn clean_keys(problem: &BackwardProblem, task: usize, panel: *mut f32, len: usize) {
+        let numbers = problem.numbers_of_tasks.get(task).and_then(|numbers| numbers.get());
+        if T::PARTS > 1 && numbers == Some(&TaskNumbers::InPartsWhereAttended) {
+            // SAFETY: promised by the caller.
+            unsafe { S::apart(CleanParts { from: panel, len, parts: T::PARTS, to: panel }) };
+        }
     }
     #[inline(always)]
     unsafe fn pack_tile(tile: &PackTile<'_, f32>) {
