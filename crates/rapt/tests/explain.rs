@@ -137,8 +137,6 @@ fn on_the_host_each_row_is_what_the_launch_plan_holds() {
             }
             let variants = plan.launch_plan::<CpuLaunch>().unwrap().variants();
             let dtype = request.dtype;
-            // Too few queries for tiles of parts; float64 has none.
-            let arch = if arch == Arch::Amx && dtype != DType::BF16 { Arch::Avx512 } else { arch };
             let Some(main) = variants.first() else {
                 assert!(request.q_len == 0 || request.kv_len == 0, "{request:?}");
                 assert_eq!(rows["kernel"], format!("empty {dtype} on {}", plan.key().arch.name()));
@@ -155,8 +153,15 @@ fn on_the_host_each_row_is_what_the_launch_plan_holds() {
                 _ => ("forward", "many queries: they fill the lanes".to_owned(), plan.block_m(), plan.block_n()),
             };
             seen.borrow_mut().insert((kernel, variants.len()));
-            assert_eq!(rows["kernel"], format!("{kernel} {} on {}", main.storage, arch.name()), "{request:?}");
-            assert_eq!(main.arch, arch, "{request:?}");
+            assert_eq!(rows["kernel"], format!("{kernel} {} on {}", main.storage, main.arch.name()), "{request:?}");
+            // Numbers in parts go into tiles where there are many queries; float64 has none.
+            let may_be_tiled = matches!(dtype, DType::F32 | DType::F16) && kernel == "forward" && request.q_len >= 64;
+            assert!(
+                main.arch == arch || (arch == Arch::Amx && dtype != DType::BF16 && main.arch == Arch::Avx512),
+                "{request:?}"
+            );
+            let is_in_parts = main.arch == Arch::Amx && dtype != DType::BF16;
+            assert!(!is_in_parts || may_be_tiled, "{request:?}");
             assert!(rows["why"].starts_with(&why), "{request:?}: {}", rows["why"]);
             assert_eq!(rows["tiles"], request.tiles(block_m, block_n, Some(work), 0), "{request:?}");
             assert_eq!(
@@ -167,7 +172,8 @@ fn on_the_host_each_row_is_what_the_launch_plan_holds() {
             assert_eq!(rows["threads"], plan.threads().to_string());
             let is_paired = matches!(arch, Arch::Avx512Bf16 | Arch::Amx | Arch::NeonBf16)
                 && dtype == DType::BF16
-                && main.step == CpuStep::Forward;
+                && main.step == CpuStep::Forward
+                || is_in_parts && dtype == DType::F16;
             assert_eq!(rows["p is rounded"].starts_with("nowhere"), !is_paired, "{request:?}");
             let in_place = rows["bytes_packed"].ends_with("are read where they lie)");
             assert_eq!(in_place, plan.cost().bytes_packed == 0, "{request:?}: {}", rows["bytes_packed"]);

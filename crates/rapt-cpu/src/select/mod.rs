@@ -115,16 +115,20 @@ fn arch_for(spec: &Spec, caps: &Caps) -> Arch {
 /// in the backward pass (a Xeon with AMX, 2026-11: docs/lab/cpu.md).
 const LEAST_QUERIES: [[usize; 2]; 3] = [[0, 0], [64, 32], [256, 512]];
 
+/// The widest heads of numbers in parts, whose panels and queries a second cache holds.
+const MOST_OF_PARTS: usize = 512;
+
 /// Whether products are formed tile by tile where there is AMX: tiles are packed of q, k and v of one dtype.
 pub(crate) fn is_tiled(spec: &Spec, direction: Direction) -> bool {
     let storage = spec.numerics.storage;
     let is_of_one_dtype = [&spec.q, &spec.k, &spec.v].iter().all(|tensor| tensor.dtype == storage);
+    let is_narrow = |parts: usize| parts == 1 || spec.head_dim().max(spec.head_dim_v()) <= MOST_OF_PARTS;
     let is_long = |parts: usize| {
         let least = LEAST_QUERIES[parts - 1][usize::from(direction == Direction::Backward)];
         let keys = [spec.batch(), spec.num_q_heads(), spec.kv_len()].map(|n| n as f64).iter().product::<f64>();
         spec.pairs() as f64 >= least as f64 * keys || arch::every_request_is_tiled()
     };
-    arch::tiled(Arch::Amx, storage).is_some_and(|parts| is_of_one_dtype && is_long(parts))
+    arch::tiled(Arch::Amx, storage).is_some_and(|parts| is_of_one_dtype && is_narrow(parts) && is_long(parts))
 }
 
 /// Whether few rows share each kv head.
