@@ -5,7 +5,8 @@
 //! products       ■    ■    ■    ■         one step along the contraction of two rows by two columns of tiles after each
 //! ```
 //! A step of bf16 is eight instructions and keeps the unit busy for 64 cycles: what reorders instructions sees two of them, and the work
-//! between, at a time. One of float32 is 38 instructions and 384 cycles. Deliberately absent: the model, and other forms than two by two; they are multiplied at once.
+//! between, at a time. One of float32 is 38 instructions and 384 cycles. Deliberately absent: the model, and other forms than two by two;
+//! they are multiplied at once.
 
 use super::blocks::Beside;
 use crate::arch::amx::{InMemory, Operands, Parts, SIDE, Unit, begin, end, multiply, step, unit};

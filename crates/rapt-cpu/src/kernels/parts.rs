@@ -8,8 +8,9 @@
 //! scores have all four products, which are exact; values three, of weights of 16 bits.
 //!
 //! **Numbers without parts.** Infinities and NaN have none; the parts of a number below 2⁻¹⁰⁰ may be no normal numbers, which the unit reads as 0; and one
-//! from 2⁴⁰ on would make much of what is left of a tiny weight. A score of a row of Q or K with such a number is computed again, in one lane after another of
-//! [`Amend`]; in V each of them is added by itself, and is 0 in the panel that is multiplied. So what a row becomes follows from it and from what it attends.
+//! from 2⁴⁰ on would make much of what is left of a tiny weight. In forward a score of a row of Q or K with such a number is computed again ([`Amend`]); in V each
+//! of them is added by itself, and is 0 in the panel that is multiplied. So what a row becomes follows from it and from what it attends. Of gradients,
+//! `backward/by_parts` says.
 
 use std::marker::PhantomData;
 

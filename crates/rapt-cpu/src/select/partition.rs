@@ -118,8 +118,8 @@ struct Items {
     chunk_rows: usize,
 }
 
-/// Tiles of `queries` rows, of which an item has as many as `most_rows` and the second cache hold, and so few that there are `least_items` if rows
-/// are enough.
+/// Tiles of `queries` rows, of which an item has as many as `most_rows` and the second cache hold, and fewer, down to two,
+/// as long as there are not `least_items`.
 fn items(spec: &Spec, queries: usize, most_rows: usize, tile_bytes: usize, least_items: usize) -> Items {
     let heads = if spec.q_len() < 2 * queries { spec.group_size() } else { 1 };
     let tasks = spec.batch() * (spec.num_q_heads() / heads);
