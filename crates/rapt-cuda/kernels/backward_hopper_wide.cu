@@ -36,7 +36,7 @@ struct Consumer {
     Accumulator<COLUMNS / 8> dk;
     Accumulator<COLUMNS_V / 8> dv;
     u32 done = 0;  // tiles of queries
-    Place<KV_STAGES> kv;
+    u32 kv_phase = 0;
     Place<Q_STAGES> q;
 
     // Rows of keys times this group's of a tile of queries, over WIDTH columns: s of K and q, dp of V and d_o.
@@ -66,7 +66,7 @@ struct Consumer {
         wgmma_commit();
     }
     __device__ void multiply_ds(Accumulator<DQ_COLUMNS / 8>& dq) const {
-        const u32 ds = tile_low(sh.ds[2], 0), keys = tile_low(sh.k[kv.stage], K_BOX * 2) + group * (COLUMNS / BOX) * (K_BOX * 2 / 16);
+        const u32 ds = tile_low(sh.ds[2], 0), keys = tile_low(sh.k, K_BOX * 2) + group * (COLUMNS / BOX) * (K_BOX * 2 / 16);
         wgmma_fence();
 #pragma unroll
         for (int kt = 0; kt < BN / 16; kt++) wgmma_dq(dq, ds + kt * (16 * 128 / 16), keys + kt * (16 * 128 / 16), kt > 0);
@@ -87,11 +87,12 @@ struct Consumer {
                 store_nothing(b, item);
                 continue;
             }
-            mbarrier_wait(sh.k_full[kv.stage], kv.phase);
+            mbarrier_wait(sh.k_full, kv_phase);
             mbarrier_wait(sh.q_full[q.stage], q.phase);
-            multiply_rows<D>(s, sh.k[kv.stage], sh.q[q.stage]);
+            multiply_rows<D>(s, sh.k, sh.q[q.stage]);
             wgmma_wait<0>(s);
-            mbarrier_wait(sh.v_full[kv.stage], kv.phase);
+            mbarrier_wait(sh.v_full, kv_phase);
+            kv_phase ^= 1;
             const int whole_from = ::whole_from(h.items, item), whole_to = ::whole_to(h.items, item);
             const int step = h.items.step, behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;
@@ -103,7 +104,7 @@ struct Consumer {
                 i = i + step == behind ? item.first_tile : i + step;
                 Accumulator<NT> dp;
                 mbarrier_wait(sh.d_o_full[0], done & 1);
-                multiply_rows<DV>(dp, sh.v[kv.stage], sh.d_o[0]);
+                multiply_rows<DV>(dp, sh.v, sh.d_o[0]);
 #if MASK != NO_MASK
                 mbarrier_wait(sh.mask_full, done & 1);
 #endif
@@ -132,7 +133,7 @@ struct Consumer {
                 q.advance();
                 if (left > 1) mbarrier_wait(sh.q_full[q.stage], q.phase);
                 // Of whatever lies there behind the last one.
-                multiply_rows<D>(s, sh.k[kv.stage], sh.q[q.stage]);
+                multiply_rows<D>(s, sh.k, sh.q[q.stage]);
                 wgmma_wait<3>(dv);
                 mbarrier_arrive_if(sh.d_o_empty[0], is_first);
                 wgmma_wait<1>(dk);
@@ -142,8 +143,7 @@ struct Consumer {
                 // Nothing is under way where the loop begins again (C7514).
                 wgmma_wait<0>(s);
             }
-            mbarrier_arrive_if(sh.kv_empty[kv.stage], is_first);
-            kv.advance();
+            mbarrier_arrive_if(sh.kv_empty, is_first);
             mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
             // Rows of gradients go through tiles of weights, which the other group has multiplied too.
             bar_sync(DS, CONSUMERS);

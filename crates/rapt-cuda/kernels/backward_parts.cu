@@ -1,13 +1,13 @@
 // dq of the sums that backward_hopper.cu leaves: rows of a gradient, multiplied by softmax_scale. A tile that sees no key has none: zeros.
 //
-//   A block a tile. Sums lie in fragments, half of the columns after the other: through shared memory they become rows.
+//   A block 64 rows. Sums lie in fragments, all columns or half of them after the other: through shared memory they become rows.
 //
 // A head with a sum that is not finite, or with a lse that is not relied on, is noted: backward_mma.cu computes it again.
 
 #include "backward/request.cuh"
 #include "common/tile.cuh"
 
-constexpr int THREADS = 256, BM = HOPPER_ROWS, COLUMNS = 2 * DQ_COLUMNS, ROW = COLUMNS + 8;  // elements of a row: its units are odd in number
+constexpr int THREADS = 256, BM = 64, COLUMNS = DQ_ROW, ROW = COLUMNS + 8;  // elements of a row: its units are odd in number
 
 struct Shared {
     __align__(16) Elem rows[BM * ROW];
@@ -18,8 +18,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
     extern __shared__ __align__(128) u8 memory[];
     Shared& sh = *(Shared*)memory;
     const Params& p = b.all;
-    const int tiles = tiles_of_queries(b), matrix = blockIdx.x / tiles, tile = blockIdx.x - matrix * tiles;
+    const int tiles = b.padded_rows / BM, matrix = blockIdx.x / tiles, tile = blockIdx.x - matrix * tiles;
     const int batch = matrix / p.heads, head = matrix - batch * p.heads, i0 = tile * BM, rows = min(BM, p.q_len - i0);
+    // Beyond the last row: of a tile of 128 queries.
+    if (rows <= 0) return;
     const Seen seen(p, Task(batch, head, Sequence(p, batch)), i0, i0 + rows);
     const bool is_empty = seen.lo >= seen.hi;
     const float4* sums = (const float4*)b.dq_sums + (i64)blockIdx.x * (BM * COLUMNS / 4);

@@ -1,6 +1,6 @@
 // What gradients need of each row: delta, and what its probabilities are recomputed from; and the gradients of the sinks, which need no more.
 //
-//   PASS ROWS    64 rows a block, a warp a row     delta = sum d_o*out - d_lse;  top = lse
+//   PASS ROWS    64 rows a block, 8 lanes a row    delta = sum d_o*out - d_lse;  top = lse
 //   PASS SINKS   a block a head   d_sink = -sum p_sink*delta, over rows and batch entries in one order
 //
 // A row whose lse is -inf attends nothing: what arrives there is not read. In a lse beyond LARGE the logarithm of the sum drowns; such a row
@@ -11,7 +11,7 @@
 
 #define ROWS 0
 #define SINKS 4
-constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS_OF_BLOCK = 64;
+constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS_OF_BLOCK = 64, LANES = 8;
 constexpr Acc LARGE = LARGE_LSE;
 
 // The maximum and the sum of exponentials of keys so far.
@@ -53,14 +53,16 @@ __device__ inline Largest largest_of(const BackwardParams& b, int batch, int hea
     return of;
 }
 
-// sum d_o*out of a row, by a warp.
-__device__ inline Acc delta_of(const BackwardParams& b, int batch, int head, int i) {
+// sum d_o*out of a row, by its lanes, 4 columns each; 0 where it is not read.
+__device__ inline Acc delta_of(const BackwardParams& b, int batch, int head, int i, bool is_read) {
     const Params& p = b.all;
     const i64 d_o = row_offset(b.d_o_stride, batch, head, i), out = row_offset(p.out_stride, batch, head, i);
+    const int dim = is_read ? p.head_dim_v : 0, from = threadIdx.x % LANES * 4;
     Acc sum = 0;
 #if STORAGE == F16 || STORAGE == BF16
     if (b.rows_wide) {
-        for (int c = threadIdx.x % 32 * 4; c < p.head_dim_v; c += 32 * 4) {
+#pragma unroll 4
+        for (int c = from; c < dim; c += LANES * 4) {
             const uint2 x = *(const uint2*)((const Elem*)b.d_o + d_o + c), y = *(const uint2*)((const Elem*)p.out + out + c);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
@@ -68,35 +70,42 @@ __device__ inline Acc delta_of(const BackwardParams& b, int batch, int head, int
                 sum = fused(widen((Elem)((e < 2 ? x.x : x.y) >> shift)), widen((Elem)((e < 2 ? y.x : y.y) >> shift)), sum);
             }
         }
-        return sum_of_lanes<32>(sum);
+        return sum_of_lanes<LANES>(sum);
     }
 #endif
     // In the same order.
-    for (int first = threadIdx.x % 32 * 4; first < p.head_dim_v; first += 32 * 4) {
-        for (int c = first; c < min(first + 4, p.head_dim_v); c++) {
+    for (int first = from; first < dim; first += LANES * 4) {
+        for (int c = first; c < min(first + 4, dim); c++) {
             const Acc arriving = load_as(b.d_o, p.out_dtype, d_o + c * b.d_o_stride[3]);
             sum = fused(arriving, load_as(p.out, p.out_dtype, out + c * p.out_stride[3]), sum);
         }
     }
-    return sum_of_lanes<32>(sum);
+    return sum_of_lanes<LANES>(sum);
 }
 
-// A warp's row.
+// A row's state, by its lanes.
 __device__ inline RowState state_of(const BackwardParams& b, int batch, int head, int i) {
     const Params& p = b.all;
-    const Acc lse = ((const Acc*)p.lse)[batch * p.lse_stride[0] + head * p.lse_stride[1] + i * p.lse_stride[2]];
     RowState state = {positive_infinity(), 0, 0, 1};
-    if (lse == negative_infinity()) return state;
-    Acc sum = delta_of(b, batch, head, i);
-    if (b.d_lse != nullptr) {
-        sum -= ((const Acc*)b.d_lse)[batch * b.d_lse_stride[0] + head * b.d_lse_stride[1] + i * b.d_lse_stride[2]];
+    // Behind the last row nothing is attended.
+    const bool is_row = i < p.q_len;
+    const Acc lse = is_row ? ((const Acc*)p.lse)[batch * p.lse_stride[0] + head * p.lse_stride[1] + i * p.lse_stride[2]] : negative_infinity();
+    const bool is_read = lse != negative_infinity();
+    const Acc sum = delta_of(b, batch, head, i, is_read);
+    if (is_read) {
+        // An infinite lse has no probabilities.
+        state.top = lse == positive_infinity() ? (Acc)not_a_number() : lse, state.delta = sum;
+        if (b.d_lse != nullptr) {
+            state.delta -= ((const Acc*)b.d_lse)[batch * b.d_lse_stride[0] + head * b.d_lse_stride[1] + i * b.d_lse_stride[2]];
+        }
     }
-    // An infinite lse has no probabilities.
-    state.top = lse == positive_infinity() ? (Acc)not_a_number() : lse, state.delta = sum;
-    if (lse > LARGE || lse < -LARGE) {
-        Largest of = largest_of(b, batch, head, i);
+    // The warp looks for the sums of such rows together, one after another.
+    const bool is_large = is_read & (lse > LARGE | lse < -LARGE);
+    for (int lane = 0; lane < 32; lane += LANES) {
+        if (!__shfl_sync(~0u, (int)is_large, lane)) continue;
+        Largest of = largest_of(b, batch, head, __shfl_sync(~0u, i, lane));
         // NaN, and what has no sum that could be relied on, stay as lse has them.
-        if (of.sum > 0 && of.top != negative_infinity()) {
+        if (threadIdx.x % 32 / LANES == lane / LANES && of.sum > 0 && of.top != negative_infinity()) {
             if (p.sinks != nullptr) of.add(load_as(p.sinks, p.sinks_dtype, head * p.sinks_stride), 1);
             state.top = of.top, state.log2_sum = logarithm(of.sum) * (Acc)1.4426950408889634, state.inverse_sum = 1 / of.sum;
         }
@@ -110,14 +119,13 @@ __device__ inline void find_states(const BackwardParams& b) {
     for (i64 at = (i64)blockIdx.x * THREADS + threadIdx.x; at < b.zeroed_words; at += (i64)gridDim.x * THREADS) b.zeroed[at] = 0;
     const int matrix = blockIdx.x / b.units, first = (blockIdx.x - matrix * b.units) * ROWS_OF_BLOCK;
     const int batch = matrix / p.heads, head = matrix - batch * p.heads;
-    for (int i = first + threadIdx.x / 32; i < first + ROWS_OF_BLOCK; i += WARPS) {
-        RowState state = {positive_infinity(), 0, 0, 1};
-        if (i < p.q_len) {
-            state = state_of(b, batch, head, i);
-            if (threadIdx.x % 32 == 0) b.states[state_index(p, batch, head, i)] = state;
-        }
+#pragma unroll 1
+    for (int i = first + threadIdx.x / LANES; i < first + ROWS_OF_BLOCK; i += THREADS / LANES) {
+        const RowState state = state_of(b, batch, head, i);
+        if (threadIdx.x % LANES != 0) continue;
+        if (i < p.q_len) b.states[state_index(p, batch, head, i)] = state;
 #if STORAGE == F16 || STORAGE == BF16
-        if (b.log2_lse == nullptr || threadIdx.x % 32 != 0) continue;
+        if (b.log2_lse == nullptr) continue;
         float* lse = b.log2_lse + (i64)matrix * b.padded_rows + i;
         lse[0] = __fmaf_rn(state.top, LOG2_E, state.log2_sum), lse[(i64)b.batch * p.heads * b.padded_rows] = state.delta;
 #endif

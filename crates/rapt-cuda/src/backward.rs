@@ -56,6 +56,7 @@ pub(crate) struct BackwardParams {
 
 /// Rows of a tile of queries of backward_hopper.cu and backward_hopper_wide.cu, and keys of an item of each.
 pub(crate) const HOPPER_ROWS: usize = 64;
+pub(crate) const HOPPER_TALL_ROWS: usize = 128;
 pub(crate) const HOPPER_KEYS: usize = 128;
 pub(crate) const HOPPER_WIDE_KEYS: usize = 64;
 /// What heads that are taken together may have in all of q, d_o and sums of dq, so that these stay in L2 between items: a third of an H100's.
@@ -180,12 +181,12 @@ impl NotingWorkspace {
         NotingWorkspace { sums: None, zeroed, zeroed_words, padded_rows: 0, bytes }
     }
 
-    /// The same with sums of backward_hopper.cu; `columns` of dq in two halves.
-    pub(crate) fn with_sums(spec: &BackwardSpec, states: usize, columns: usize) -> Self {
+    /// The same with sums of backward_hopper.cu; so many rows of a tile of queries, and columns of dq.
+    pub(crate) fn with_sums(spec: &BackwardSpec, states: usize, tile_rows: usize, columns: usize) -> Self {
         let forward = spec.forward();
         let matrices = forward.batch().saturating_mul(forward.num_q_heads());
-        let tiles = forward.q_len().div_ceil(HOPPER_ROWS);
-        let padded_rows = tiles * HOPPER_ROWS;
+        let tiles = forward.q_len().div_ceil(tile_rows);
+        let padded_rows = tiles * tile_rows;
         let rows = matrices.saturating_mul(padded_rows);
         let zeroed_words = matrices
             .saturating_mul(2 * tiles)

@@ -18,11 +18,12 @@ constexpr int boxes_of(int dim) { return WIDE ? (dim + 2 * BOX - 1) / (2 * BOX) 
 constexpr int BOXES = boxes_of(D), V_BOXES = boxes_of(DV);
 constexpr int K_BOX = BN * BOX, Q_BOX = BM * BOX;  // elements
 // Floats of a group's part of a tile of dq, and of a piece of it.
-constexpr int DQ_PART = BM * DQ_COLUMNS;  // [batch, heads, tiles of queries, 2, DQ_PART] in device memory
+constexpr int DQ_PART = 64 * DQ_COLUMNS;  // [batch, heads, tiles of queries, 2, DQ_PART] in device memory
 constexpr int DQ_PIECES = WIDE ? DQ_COLUMNS / BOX : 1, DQ_PIECE = DQ_PART / DQ_PIECES;
 // Tiles of weights: ds twice, or p twice and ds.
 constexpr int WEIGHTS = WIDE ? 3 : 2;
-static_assert(BM == 64 && BN == (WIDE ? 64 : 128), "a box of queries; two groups of 64 keys, or one for both");
+static_assert(BM == 64 || BM == 128 && BOXES == 1 && V_BOXES == 1, "one box of queries, or two of few columns");
+static_assert(BN == (WIDE ? 64 : 128), "two groups of 64 keys, or one for both");
 
 // Byte for byte BackwardHopperParams of backward.rs.
 struct BackwardHopperParams {
@@ -52,9 +53,9 @@ __device__ inline Item as_uniform(const volatile Item& of) {
 }
 
 struct Shared {
-    __align__(1024) Elem k[KV_STAGES][BOXES * K_BOX];
-    __align__(1024) Elem v[KV_STAGES][V_BOXES * K_BOX];
-    __align__(1024) Elem ds[WEIGHTS][K_BOX];
+    __align__(1024) Elem k[BOXES * K_BOX];
+    __align__(1024) Elem v[V_BOXES * K_BOX];
+    __align__(1024) Elem ds[WEIGHTS][BM / BOX * K_BOX];
     __align__(1024) float dq[2][DQ_STAGES][DQ_PIECE];
     __align__(1024) Elem q[Q_STAGES][BOXES * Q_BOX];
     __align__(1024) Elem d_o[D_O_STAGES][V_BOXES * Q_BOX];
@@ -67,7 +68,7 @@ struct Shared {
     u64 mask_full, mask_empty;
 #endif
     u64 q_full[Q_STAGES], q_empty[Q_STAGES], d_o_full[D_O_STAGES], d_o_empty[D_O_STAGES];
-    u64 k_full[KV_STAGES], v_full[KV_STAGES], kv_empty[KV_STAGES], ds_full[2], ds_empty[2], dq_full[2][DQ_STAGES], dq_empty[2][DQ_STAGES], item_full[2], item_empty[2];
+    u64 k_full, v_full, kv_empty, ds_full[2], ds_empty[2], dq_full[2][DQ_STAGES], dq_empty[2][DQ_STAGES], item_full[2], item_empty[2];
     Item items[2];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward/hopper_load.cuh disagree on shared memory");
@@ -77,7 +78,7 @@ enum { DS = 1, OWN_DS = 2 };
 
 __device__ inline void init_barriers(Shared& sh) {
     for (int n = 0; n < Q_STAGES; n++) mbarrier_init(sh.q_full[n], LOADERS), mbarrier_init(sh.q_empty[n], 8);
-    for (int n = 0; n < KV_STAGES; n++) mbarrier_init(sh.k_full[n], LOADERS), mbarrier_init(sh.v_full[n], LOADERS), mbarrier_init(sh.kv_empty[n], 8);
+    mbarrier_init(sh.k_full, LOADERS), mbarrier_init(sh.v_full, LOADERS), mbarrier_init(sh.kv_empty, 8);
     for (int n = 0; n < D_O_STAGES; n++) mbarrier_init(sh.d_o_full[n], LOADERS), mbarrier_init(sh.d_o_empty[n], 8);
     for (int n = 0; n < 2; n++) {
         mbarrier_init(sh.ds_full[n], 8), mbarrier_init(sh.ds_empty[n], 8);
@@ -175,7 +176,7 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
     const Params& p = b.all;
     Place<Q_STAGES> q;
     Place<D_O_STAGES> arriving;
-    Place<KV_STAGES> kv;
+    u32 kv_phase = 0;
 #pragma unroll 1
     for (u32 round = 0;; round++) {
         volatile Item& item = sh.items[round % 2];
@@ -187,11 +188,11 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
         if (!VECTOR) __syncwarp(), mbarrier_wait(sh.item_full[round % 2], round / 2 & 1);
         if (item.tile < 0) return;
         if (item.tiles > 0) {
-            const int at = kv.stage, batch = item.batch, head = item.kv_head, first = item.tile * BN;
-            mbarrier_wait(sh.kv_empty[at], kv.phase ^ 1);
-            load_tile<BOXES, BN>(sh.k[at], {h.k_map, p.k, p.k_stride, p.kv_len, p.head_dim}, sh.k_full[at], 0, batch, head, first);
-            load_tile<V_BOXES, BN>(sh.v[at], {h.v_map, p.v, p.v_stride, p.kv_len, p.head_dim_v}, sh.v_full[at], 0, batch, head, first);
-            kv.advance();
+            const int batch = item.batch, head = item.kv_head, first = item.tile * BN;
+            mbarrier_wait(sh.kv_empty, kv_phase ^ 1);
+            load_tile<BOXES, BN>(sh.k, {h.k_map, p.k, p.k_stride, p.kv_len, p.head_dim}, sh.k_full, 0, batch, head, first);
+            load_tile<V_BOXES, BN>(sh.v, {h.v_map, p.v, p.v_stride, p.kv_len, p.head_dim_v}, sh.v_full, 0, batch, head, first);
+            kv_phase ^= 1;
         }
 #pragma unroll 1
         for (int head = 0; head < p.group; head++) {
@@ -237,7 +238,7 @@ __device__ inline void add_in_turn(const BackwardHopperParams& h, Shared& sh, in
         for (int head = 0; head < p.group; head++) {
 #pragma unroll 1
             for (int n = 0; n < item.tiles; n++) {
-                const int i = item.first_tile + n * h.items.step, of = ((item.batch * p.heads + item.kv_head * p.group + opaque(head)) * tiles_of_queries(h.b) + i) * 2 + group;
+                const int i = item.first_tile + n * h.items.step, of = ((item.batch * p.heads + item.kv_head * p.group + opaque(head)) * (h.b.padded_rows / BM) + i) * 2 + group;
                 const u32 turn = turn_of(h.items, item.tile, i);
                 u32* turns = turns_of(h.b) + of;
 #pragma unroll 1

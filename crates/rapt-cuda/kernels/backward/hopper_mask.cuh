@@ -24,24 +24,29 @@ struct MaskColumns {
     __device__ MaskColumns(const Params& p, const Shared& sh, int keys, int first)
         : sh(sh), step(is_one_row(p) ? 0 : 8 * 128), key(keys + threadIdx.x % 128 / 32 * 16 + lane_row((int)threadIdx.x)), first(first) {}
     __device__ void load(int nt) {
-        if (nt > 0) return;
-        // Found again for each tile: kept, they were spilled.
+        if (nt % 8 > 0) return;
+        // Found again for each box: kept, they were spilled.
         const int at = opaque(key);
         for (int e = 0; e < 2; e++) seen[e] = step == 0 ? at : swizzle_128b(lane_column((int)threadIdx.x) + e, at / 2) + at % 2;
     }
     // -inf where the query does not see the key.
     __device__ float applied(float x, int nt, int r, int e) const { return sh.mask[0][seen[e] + (first + nt) * step + r * 8] != 0 ? x : negative_infinity(); }
 #else
+    const Shared& sh;
     const int step;
+    const int box, first;
     u32 at;  // the row that this lane names for ldmatrix: of two eights of queries, and two of keys
     u32 four[4];
-    __device__ MaskColumns(const Params& p, const Shared& sh, int keys, int first) : step(is_one_row(p) ? 0 : 8 * 128) {
-        const int lane = threadIdx.x % 32, row = step == 0 ? 0 : lane % 8, unit = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
-        at = shared_address(sh.mask[keys / BOX]) + (first + lane / 16) * step + swizzle_128b(row, unit * 8);
-    }
+    __device__ MaskColumns(const Params& p, const Shared& sh, int keys, int first)
+        : sh(sh), step(is_one_row(p) ? 0 : 8 * 128), box(keys / BOX), first(first) {}
     // Biases of columns 8 * nt.. and of the next 8, where nt is even.
     __device__ void load(int nt) {
-        if (nt % 2 == 0) ldmatrix_trans(four, at + nt * step);
+        if (nt % 8 == 0) {
+            // Found again for each box of queries: kept, it was spilled.
+            const int thread = opaque((int)threadIdx.x), lane = thread % 32, unit = thread % 128 / 32 * 2 + lane / 8 % 2;
+            at = shared_address(sh.mask[box]) + (first + nt + lane / 16) * step + swizzle_128b(step == 0 ? 0 : lane % 8, unit * 8);
+        }
+        if (nt % 2 == 0) ldmatrix_trans(four, at + nt % 8 * step);
     }
     // In units of log2, as x is.
     __device__ float applied(float x, int nt, int r, int e) const { return __fmaf_rn(bias_of_pair(four[nt % 2 * 2 + r], e), LOG2_E, x); }

@@ -30,17 +30,17 @@ __device__ inline void leave_out(Accumulator<NT>& p, const Params& q, int key, i
 // Numbers of this thread's queries of columns 8 * nt.. of scores.
 __device__ inline float2 of_queries(const float* numbers, int nt) { return *(const float2*)(numbers + nt * 8 + lane_column((int)threadIdx.x)); }
 
-// Scores become p.
+// Scores become p: tiles of 8 columns from `first` on of those that `mask` knows.
 template <int NT>
-__device__ inline void exponentiate(Accumulator<NT>& s, float c, const float* lse, MaskColumns& mask) {
+__device__ inline void exponentiate(Accumulator<NT>& s, float c, const float* lse, MaskColumns& mask, int first = 0) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
         const float2 of = of_queries(lse, nt);
-        mask.load(nt);
+        mask.load(first + nt);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            s[nt][r * 2] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2], c, -of.x), nt, r, 0));
-            s[nt][r * 2 + 1] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2 + 1], c, -of.y), nt, r, 1));
+            s[nt][r * 2] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2], c, -of.x), first + nt, r, 0));
+            s[nt][r * 2 + 1] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2 + 1], c, -of.y), first + nt, r, 1));
         }
     }
 }
@@ -63,7 +63,10 @@ __device__ inline void put_weights(Elem* tile, int first, const OperandA<KT>& of
     const int lane = threadIdx.x % 32;
     const u32 row = shared_address(tile) + threadIdx.x % 128 / 32 * (16 * 128) + stmatrix_row(lane);
 #pragma unroll
-    for (int kt = 0; kt < KT; kt++) stmatrix(stmatrix_unit(row, lane, first + kt * 2, 0), of[kt][0], of[kt][1], of[kt][2], of[kt][3]);
+    for (int kt = 0; kt < KT; kt++) {
+        const u32 at = stmatrix_unit(row, lane, (first + kt * 2) % 8, 0) + (first + kt * 2) / 8 * (K_BOX * 2);
+        stmatrix(at, of[kt][0], of[kt][1], of[kt][2], of[kt][3]);
+    }
 }
 
 // Rows of dk or dv from a group's first key on, and of so many columns.

@@ -46,9 +46,6 @@ static_assert(sizeof(BackwardParams) == BACKWARD_BYTES, "backward.rs and backwar
 // Beyond this much a lse is not relied on: its rounding is 2^-14 of a probability in float32.
 constexpr int LARGE_LSE = 1024;
 
-// Rows of a tile of queries of backward_hopper.cu.
-constexpr int HOPPER_ROWS = 64;
-__device__ inline int tiles_of_queries(const BackwardParams& b) { return b.padded_rows / HOPPER_ROWS; }
 __device__ inline bool is_any_odd(const BackwardParams& b) { return b.zeroed[1] != 0; }
 __device__ inline bool is_odd(const BackwardParams& b, int batch, int kv_head) { return b.zeroed[2 + batch * b.kv_heads + kv_head] != 0; }
 __device__ inline void note_odd(const BackwardParams& b, int batch, int kv_head) {

@@ -18,6 +18,12 @@ using Accumulator = float[TILES][4];
 template <int TILES>
 using OperandA = u32[TILES][4];
 
+// So many tiles of sums or operands from one on.
+template <int TILES, class Of>
+__device__ inline Of (&tiles_from(Of* first))[TILES] {
+    return *(Of(*)[TILES])first;
+}
+
 template <int TILES>
 __device__ inline void zero(float (&sums)[TILES][4]) {
 #pragma unroll

@@ -150,8 +150,8 @@ fn three_gradients_of_plain_scores_are_one_launch_of_as_many_blocks_as_there_are
 {
     let of = Recorded::new(Parts::default(), |_| {});
     let plain = Asked { masked: false, ..ALL };
-    // States of 840 rows; two numbers and 64 of dq of each of 12 * 128 rows; 2 words, 4 heads of keys, and two turns of each of 24 tiles.
-    let bytes = 840 * 16 + 12 * 128 * (8 + 4 * 64) + 4 * (2 + 4 + 2 * 24);
+    // States of 840 rows; two numbers and 64 of dq of each of 12 * 128 rows; 2 words, 4 heads of keys, and two turns of each of 12 tiles.
+    let bytes = 840 * 16 + 12 * 128 * (8 + 4 * 64) + 4 * (2 + 4 + 2 * 12);
     let (plan, ran) = plain.run(&of, bytes);
     assert_eq!(plan.workspace_bytes(), bytes);
     let (generic, mma) = (Algorithm::Backward, Algorithm::BackwardMma);
@@ -173,9 +173,9 @@ fn three_gradients_of_plain_scores_are_one_launch_of_as_many_blocks_as_there_are
     }
     let (queries, keys) = ([64, 70, 6, 2], [64, 90, 2, 2]);
     let lies = |n: usize| at(n, 0).addr();
-    assert_eq!(encoded, [(lies(1), 64, queries), (lies(2), 128, keys), (lies(3), 128, keys), (lies(8), 64, queries)]);
+    assert_eq!(encoded, [(1, queries), (2, keys), (3, keys), (8, queries)].map(|(n, sizes)| (lies(n), 128, sizes)));
     let (params, hopper) = (size_of::<BackwardParams>(), size_of::<BackwardHopperParams>());
-    // The last two by 128 own rows a block.
+    // Rows and parts by 64 a block, of tiles of 128 queries; the last two by 128 own rows.
     assert_eq!(launches, [(24, params), (4, hopper), (24, params), (4, params), (12, params)]);
     let text = plan.explain().to_string();
     assert!(text.contains("backward_hopper together bfloat16 64/64") && text.contains("in one order"), "{text}");

@@ -14,7 +14,8 @@ use super::tensor_cores::{is_natural, mask_class, padded_dims, sequences};
 use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
 use crate::access::moves_by;
 use crate::backward::{
-    BackwardParams, HOPPER_KEYS, HOPPER_ROWS, HOPPER_WIDE_KEYS, HopperItems, NotingWorkspace, state_bytes,
+    BackwardParams, HOPPER_KEYS, HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_WIDE_KEYS, HopperItems, NotingWorkspace,
+    state_bytes,
 };
 use crate::launch::Step;
 use crate::launch::backward::{BackwardLaunch, HopperPass, PassStep, WhyNoTensorCores};
@@ -27,7 +28,8 @@ use crate::variant::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_c
 const MMA_DIM: usize = 256;
 /// The same of float32, whose tiles are twice as large.
 const MMA_F32_DIM: usize = 128;
-/// Widest head of backward_hopper.cu, and of backward_hopper_wide.cu.
+/// Widest head of backward_hopper_tall.cu, of backward_hopper.cu, and of backward_hopper_wide.cu.
+const HOPPER_TALL_DIM: usize = 64;
 const HOPPER_DIM: usize = 128;
 const HOPPER_WIDE_DIM: usize = 256;
 /// Own rows of a block of backward_halves.cu, and streamed rows of a tile.
@@ -123,8 +125,9 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
     if !serves {
         return None;
     }
+    let rows = if dim > HOPPER_TALL_DIM { HOPPER_ROWS } else { HOPPER_TALL_ROWS };
     let keys = if dim > HOPPER_DIM { HOPPER_WIDE_KEYS } else { HOPPER_KEYS };
-    let [tensors @ .., of_mask] = loaded(spec, keys);
+    let [tensors @ .., of_mask] = loaded(spec, [rows, keys]);
     let by_tma = tensors.iter().all(Option::is_some) && (mask.is_none() || of_mask.is_some());
     let loads = if by_tma { Loads::Tma } else { Loads::ByElement };
     let variant = KernelVariant {
@@ -132,21 +135,19 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
         natural: false,
         loads,
         dims: padded_dims(forward),
-        block_m: HOPPER_ROWS as u32,
+        block_m: rows as u32,
         block_n: keys as u32,
         ..KernelVariant::backward(caps.arch, storage, mask, Pass::Together)
     };
     (variant.shared_bytes() <= caps.shared_bytes).then_some(variant)
 }
 
-/// q, k, v, d_o and the mask in tiles of backward_hopper.cu with so many keys, as TMA loads them.
-fn loaded(spec: &BackwardSpec, keys: usize) -> [Option<TmaTensor>; 5] {
+/// q, k, v, d_o and the mask in tiles of backward_hopper.cu with so many queries and keys, as TMA loads them.
+fn loaded(spec: &BackwardSpec, [rows, keys]: [usize; 2]) -> [Option<TmaTensor>; 5] {
     let forward = spec.forward();
     let of = |tensor, rows: usize| TmaTensor::new(tensor, rows as u32);
-    let mask = forward.mask.as_ref().and_then(|mask| TmaTensor::mask_of_keys(mask, HOPPER_ROWS as u32));
-    let [q, k, v] =
-        [(&forward.q, HOPPER_ROWS), (&forward.k, keys), (&forward.v, keys)].map(|(tensor, rows)| of(tensor, rows));
-    [q, k, v, of(spec.d_o(), HOPPER_ROWS), mask]
+    let mask = forward.mask.as_ref().and_then(|mask| TmaTensor::mask_of_keys(mask, rows as u32));
+    [of(&forward.q, rows), of(&forward.k, keys), of(&forward.v, keys), of(spec.d_o(), rows), mask]
 }
 
 /// Everything that is launched for `spec` on a device with `caps`.
@@ -186,13 +187,15 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let multiprocessors = caps.multiprocessors.max(1) as usize;
     let together = hopper(spec, caps);
     let matrices = forward.batch().saturating_mul(forward.num_q_heads());
-    let row_blocks = forward.q_len().div_ceil(ROWS_OF_BLOCK);
+    // Also of rows that a tile of queries has beyond the last.
+    let tile_rows = together.map_or(ROWS_OF_BLOCK, |variant| variant.block_m as usize);
+    let row_blocks = forward.q_len().div_ceil(tile_rows) * (tile_rows / ROWS_OF_BLOCK);
     push(generic(Pass::Rows), row_blocks, matrices.saturating_mul(row_blocks), 0)?;
     let items = together.map(|variant| HopperItems::new(spec, variant.block_n as usize, multiprocessors));
     if let Some((variant, items)) = together.zip(items) {
         push(variant, 0, items.count().min(multiprocessors), 0)?;
         let parts =
-            KernelVariant { dims: variant.dims, block_m: variant.block_m, natural: false, ..generic(Pass::Parts) };
+            KernelVariant { dims: variant.dims, block_m: ROWS_OF_BLOCK as u32, natural: false, ..generic(Pass::Parts) };
         push(parts, 0, matrices.saturating_mul(row_blocks), 0)?;
     }
     let passes = [
@@ -237,7 +240,8 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let all = Params::new(forward, &whole(spec), widths(forward, &generic(Pass::Rows)));
     let states = rows.saturating_mul(state_bytes(forward.numerics.accumulation.size_bytes()));
     let hopper = together.zip(items).filter(|_| !steps.is_empty()).map(|(variant, items)| {
-        let loaded = if variant.loads == Loads::Tma { loaded(spec, variant.block_n as usize) } else { [None; 5] };
+        let tiles = [variant.block_m, variant.block_n].map(|rows| rows as usize);
+        let loaded = if variant.loads == Loads::Tma { loaded(spec, tiles) } else { [None; 5] };
         Box::new(HopperPass { items, loaded })
     });
     let noting = noting(spec, &steps, together, states);
@@ -272,7 +276,7 @@ fn noting(
 ) -> Option<NotingWorkspace> {
     let is_any = steps.iter().any(|of| of.again > 0);
     is_any.then(|| match together {
-        Some(variant) => NotingWorkspace::with_sums(spec, states, 2 * variant.dq_columns() as usize),
+        Some(variant) => NotingWorkspace::with_sums(spec, states, variant.block_m as usize, variant.dq_row() as usize),
         None => NotingWorkspace::new(spec, states),
     })
 }

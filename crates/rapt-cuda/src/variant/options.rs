@@ -188,6 +188,7 @@ impl KernelVariant {
             self.add_backward_halves(options);
         } else if pass == Pass::Parts {
             options.define("DQ_COLUMNS", self.dq_columns());
+            options.define("DQ_ROW", self.dq_row());
         } else if !matches!(pass, Pass::Rows | Pass::Sinks) {
             options.define("DV_COLUMNS", generic_columns(self.storage));
         }
@@ -223,11 +224,13 @@ impl KernelVariant {
         options.define("D_O_STAGES", self.backward_d_o_stages());
         if self.has_halves() {
             options.define("DV_COLUMNS", self.half_columns().1);
+        } else {
+            options.define("HOLDS", u32::from(self.backward_holds()));
         }
         options.define("DQ_STAGES", self.backward_dq_stages());
-        options.define("KV_STAGES", self.backward_kv_stages());
         options.define("MASK_BOXES", self.backward_mask_boxes());
-        // As many as 384 threads were given at the start. Who loads element by element needs more.
+        // As many as 384 threads were given at the start. Who loads element by element takes the time, and needs more: some products are then done one by
+        // one (C7512), and a few bytes spilled.
         let (consumer, producer) = if self.loads == Loads::Tma { (240, 24) } else { (232, 40) };
         options.define("CONSUMER_REGISTERS", consumer);
         options.define("PRODUCER_REGISTERS", producer);

@@ -105,7 +105,7 @@ impl KernelVariant {
             // Sums of the warps.
             Algorithm::Backward(Pass::Sinks) => 8 * 8,
             // Rows of dq, padded by a unit.
-            Algorithm::Backward(Pass::Parts) => 2 * self.block_m * (2 * self.dq_columns() + 8),
+            Algorithm::Backward(Pass::Parts) => 2 * self.block_m * (self.dq_row() + 8),
             Algorithm::Backward(_) => self.backward_bytes(),
             Algorithm::BackwardHopper => self.backward_hopper_bytes(),
             Algorithm::BackwardMma(pass) => self.backward_mma_bytes(pass),
@@ -170,22 +170,32 @@ impl KernelVariant {
     pub(crate) const fn dq_columns(&self) -> u32 {
         if self.has_halves() {
             self.half_columns().0
-        } else if self.dims.0 > BOX_COLUMNS {
-            BOX_COLUMNS
+        } else if self.is_tall() {
+            self.dims.0.next_multiple_of(16)
         } else {
-            BOX_COLUMNS / 2
+            BOX_COLUMNS
         }
     }
 
-    /// Whether backward_hopper.cu has room for the keys and values of two items, and for parts of dq that wait for their turn.
-    const fn is_roomy(&self) -> bool {
+    /// Columns of dq that a row has among its sums.
+    pub(crate) const fn dq_row(&self) -> u32 {
+        if self.is_tall() { self.dq_columns() } else { 2 * self.dq_columns() }
+    }
+
+    /// Whether the gradients of a head are backward_hopper.cu's, whose tiles of queries have twice as many rows.
+    pub(crate) const fn is_tall(&self) -> bool {
         self.dims.0 <= BOX_COLUMNS && self.dims.1 <= BOX_COLUMNS
     }
 
-    /// Tiles of queries that backward_hopper.cu has in flight: one is loaded while those of the tile at hand and of the one before are used. In
-    /// backward_hopper_wide.cu there is none before.
+    /// Whether backward_hopper.cu has registers for weights of dk as operands, which go with their tile of queries.
+    pub(super) const fn backward_holds(&self) -> bool {
+        const MOST: u32 = 96;
+        self.dims.0 <= MOST && self.dims.1 <= MOST
+    }
+
+    /// Tiles of queries that backward_hopper.cu has in flight: one is loaded while that at hand is used, and the one before where dk is of it.
     pub(super) const fn backward_q_stages(&self) -> u32 {
-        if self.has_halves() { 2 } else { 3 }
+        if self.has_halves() || self.backward_holds() { 2 } else { 3 }
     }
 
     /// Tiles of d_o there.
@@ -193,22 +203,17 @@ impl KernelVariant {
         if self.has_halves() { 1 } else { 2 }
     }
 
-    /// Keys and values of items that backward_hopper.cu has in flight.
-    pub(super) const fn backward_kv_stages(&self) -> u32 {
-        if self.is_roomy() { 2 } else { 1 }
-    }
-
     /// Boxes of 128 bytes of a tile's keys, of a mask there.
     pub(super) fn backward_mask_boxes(&self) -> u32 {
         self.mask.map_or(0, |dtype| (self.block_n * dtype.size_bytes() as u32).div_ceil(2 * BOX_COLUMNS))
     }
 
-    /// Parts of dq of a group that wait for their turn there.
+    /// Parts of dq of a group that wait for their turn there: two where there is room.
     pub(super) const fn backward_dq_stages(&self) -> u32 {
-        if self.is_roomy() { 4 } else { 1 }
+        if self.backward_holds() && self.mask.is_none() { 2 } else { 1 }
     }
 
-    /// K and V in stages, weights, parts of dq in stages, q and d_o in stages, what is known of queries, barriers and two items.
+    /// K and V, weights, parts of dq in stages, q and d_o in stages, what is known of queries, barriers and two items.
     fn backward_hopper_bytes(&self) -> u32 {
         let has_halves = self.has_halves();
         let boxes_of =
@@ -216,14 +221,13 @@ impl KernelVariant {
         let (half, half_v) = self.half_columns();
         let (boxes, boxes_v) = (boxes_of(self.dims.0, half), boxes_of(self.dims.1, half_v));
         let (row, stages, d_o_stages) = (2 * BOX_COLUMNS, self.backward_q_stages(), self.backward_d_o_stages());
-        let weights = if has_halves { 3 } else { 2 };
-        let of_keys = row * self.block_n * (self.backward_kv_stages() * (boxes + boxes_v) + weights);
+        let weights = if has_halves { 3 } else { 2 * self.block_m / BOX_COLUMNS };
+        let of_keys = row * self.block_n * (boxes + boxes_v + weights);
         let of_queries = row * self.block_m * (stages * boxes + d_o_stages * boxes_v) + 2 * 4 * stages * self.block_m;
         let of_mask = row * self.block_m * self.backward_mask_boxes() + if self.mask.is_some() { 2 * 8 } else { 0 };
         let piece = if has_halves { BOX_COLUMNS } else { self.dq_columns() };
-        let parts = self.backward_dq_stages() * 2 * 4 * self.block_m * piece;
-        let barriers =
-            8 * (2 * stages + 2 * d_o_stages + 3 * self.backward_kv_stages() + (4 + 2 * self.backward_dq_stages()) * 2);
+        let parts = self.backward_dq_stages() * 2 * 4 * BOX_COLUMNS * piece;
+        let barriers = 8 * (2 * stages + 2 * d_o_stages + 3 + (4 + 2 * self.backward_dq_stages()) * 2);
         (of_keys + of_queries + of_mask + parts + barriers + 2 * 5 * 4).next_multiple_of(1024)
     }
 

@@ -157,18 +157,27 @@ inline bool __syncthreads_or(bool is) {
     host::together(host::block, [] {});
     return any[turn];
 }
-template <class T>
-T __shfl_xor_sync(unsigned, T x, int mask) {
+// x of the lane that `from` names for each.
+template <class T, class From>
+T exchanged(T x, From from) {
     constexpr int WORDS = sizeof(T) / 4;
     unsigned words[WORDS], got[WORDS];
     std::memcpy(words, &x, sizeof words);
     host::brought[host::running].in[0] = words, host::brought[host::running].out = got;
-    host::warp([mask](int first) {
+    host::warp([from](int first) {
         for (int lane = 0; lane < host::WARP; lane++)
-            for (int n = 0; n < WORDS; n++) host::brought[first + lane].out[n] = host::brought[first + (lane ^ mask)].in[0][n];
+            for (int n = 0; n < WORDS; n++) host::brought[first + lane].out[n] = host::brought[first + from(lane)].in[0][n];
     });
     std::memcpy(&x, got, sizeof x);
     return x;
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+    return exchanged(x, [mask](int lane) { return lane ^ mask; });
+}
+template <class T>
+T __shfl_sync(unsigned, T x, int of) {
+    return exchanged(x, [of](int) { return of; });
 }
 inline bool __any_sync(unsigned, bool is) {
     unsigned got = 0;
@@ -192,10 +201,6 @@ inline unsigned __ballot_sync(unsigned, bool is) {
     return got;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-template <class T>
-T __shfl_sync(unsigned, T, int) {
-    unknown_instruction();
-}
 inline size_t __cvta_generic_to_shared(const void* p) { return (size_t)p; }
 inline unsigned shared_address(const void* p) { return (unsigned)((const unsigned char*)p - host::shared); }
 // Row r of matrix m is named by lane 8*m + r; TRANSPOSED: rows and columns exchanged.

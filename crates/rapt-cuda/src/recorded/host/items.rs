@@ -1,5 +1,5 @@
-//! The items of backward_hopper.cu and backward_hopper_wide.cu, by the kernels' own source on this machine's processor: each tile of keys once, each tile of queries that sees it,
-//! and turns that only wait for items taken before.
+//! The items of backward_hopper.cu and backward_hopper_wide.cu, by the kernels' own source on this machine's processor: each tile of keys once, each tile of
+//! queries that sees it, and turns that only wait for items taken before.
 
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
@@ -9,14 +9,14 @@ use rapt_core::{BackwardSpec, Causal, GradientForms, Options, Tile};
 use rapt_testkit::Rng;
 
 use super::*;
-use crate::backward::{HOPPER_KEYS, HOPPER_ROWS, HOPPER_WIDE_KEYS, HopperItems};
+use crate::backward::{HOPPER_KEYS, HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_WIDE_KEYS, HopperItems};
 
-/// What the kernels' source says of items of so many keys: a list of numbers for each.
-fn printed(items: &[HopperItems], keys: usize) -> Vec<Vec<i64>> {
+/// What the kernels' source says of items of so many queries a tile and keys: a list of numbers for each.
+fn printed(items: &[HopperItems], [rows, keys]: [usize; 2]) -> Vec<Vec<i64>> {
     std::fs::create_dir_all(folder()).unwrap();
-    let (own, program) = (Path::new(env!("CARGO_MANIFEST_DIR")), folder().join(format!("items-{keys}")));
+    let (own, program) = (Path::new(env!("CARGO_MANIFEST_DIR")), folder().join(format!("items-{rows}-{keys}")));
     let mut command = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()));
-    command.args(["-std=c++17", "-O1", "-w", &format!("-DBLOCK_M={HOPPER_ROWS}"), &format!("-DBLOCK_N={keys}")]);
+    command.args(["-std=c++17", "-O1", "-w", &format!("-DBLOCK_M={rows}"), &format!("-DBLOCK_N={keys}")]);
     command.arg("-I").arg(own.join("tests/host")).arg("-I").arg(own.join("kernels"));
     let output = command.arg(own.join("tests/host/items.cpp")).arg("-o").arg(&program).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -50,11 +50,11 @@ fn random_spec(rng: &mut Rng) -> BackwardSpec {
 }
 
 /// Takes the items of one request from `lines`, and holds them to what its positions say.
-fn judge(spec: &BackwardSpec, of_item: usize, lines: &mut impl Iterator<Item = Vec<i64>>) {
+fn judge(spec: &BackwardSpec, [of_tile, of_item]: [usize; 2], lines: &mut impl Iterator<Item = Vec<i64>>) {
     let forward = spec.forward();
     let (q_len, kv_len, range) = (forward.q_len(), forward.kv_len(), forward.block_range());
     let (mut taken, mut added) = (HashSet::new(), HashMap::new());
-    let (key_tiles, query_tiles) = (kv_len.div_ceil(of_item), q_len.div_ceil(HOPPER_ROWS));
+    let (key_tiles, query_tiles) = (kv_len.div_ceil(of_item), q_len.div_ceil(of_tile));
     for _ in 0..forward.batch() * forward.num_kv_heads() * key_tiles {
         let line = lines.next().expect("an item");
         let [batch, head, tile, whole_from, whole_to] = line[..5] else { panic!("{line:?}") };
@@ -70,16 +70,16 @@ fn judge(spec: &BackwardSpec, of_item: usize, lines: &mut impl Iterator<Item = V
             *before += 1;
         }
         for i in 0..query_tiles as i64 {
-            let rows = i as usize * HOPPER_ROWS..((i as usize + 1) * HOPPER_ROWS).min(q_len);
+            let rows = i as usize * of_tile..((i as usize + 1) * of_tile).min(q_len);
             let met = range.tile(rows.start, rows.end, keys.start, keys.end);
             assert!(met == Tile::Empty || seeing.contains(&i), "{line:?} leaves {i} out");
-            if (whole_from..=whole_to).contains(&(i * HOPPER_ROWS as i64)) {
-                assert!(met == Tile::Full && rows.len() == HOPPER_ROWS && keys.len() == of_item, "{i} of {line:?}");
+            if (whole_from..=whole_to).contains(&(i * of_tile as i64)) {
+                assert!(met == Tile::Full && rows.len() == of_tile && keys.len() == of_item, "{i} of {line:?}");
             }
         }
     }
     for i in 0..query_tiles {
-        let rows = i * HOPPER_ROWS..((i + 1) * HOPPER_ROWS).min(q_len);
+        let rows = i * of_tile..((i + 1) * of_tile).min(q_len);
         let (lo, hi) = range.keys_of_run(rows.start, rows.end);
         // backward_parts.cu reads what these sums are.
         assert!(lo == hi || added.contains_key(&(0, 0, i as i64)), "nothing adds to tile {i} of {forward:?}");
@@ -90,12 +90,12 @@ fn judge(spec: &BackwardSpec, of_item: usize, lines: &mut impl Iterator<Item = V
 fn items_wait_only_for_items_taken_before() {
     let mut rng = Rng::new(1);
     let specs: Vec<BackwardSpec> = (0..400).map(|_| random_spec(&mut rng)).collect();
-    for keys in [HOPPER_KEYS, HOPPER_WIDE_KEYS] {
+    for tiles in [[HOPPER_TALL_ROWS, HOPPER_KEYS], [HOPPER_ROWS, HOPPER_KEYS], [HOPPER_ROWS, HOPPER_WIDE_KEYS]] {
         let items: Vec<HopperItems> =
-            specs.iter().map(|spec| HopperItems::new(spec, keys, 1 + rng.below(140))).collect();
-        let mut lines = printed(&items, keys).into_iter();
+            specs.iter().map(|spec| HopperItems::new(spec, tiles[1], 1 + rng.below(140))).collect();
+        let mut lines = printed(&items, tiles).into_iter();
         for spec in &specs {
-            judge(spec, keys, &mut lines);
+            judge(spec, tiles, &mut lines);
         }
         assert_eq!(lines.next(), None);
     }
