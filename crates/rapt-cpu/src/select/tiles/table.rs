@@ -105,9 +105,9 @@ pub(super) const AMX: ArchTiles = ArchTiles {
          [forward(128, 128, true), forward(128, 1024, true), forward(128, 1024, true)],
          [forward(128, 128, true), forward(128, 1024, true), forward(128, 512, true)]],
         // float16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(256, 128, true), forward(256, 512, true), forward(256, 1024, true)],
-         [forward(128, 128, true), forward(128, 1024, true), forward(128, 1024, true)],
-         [forward(128, 1024, true), forward(128, 1024, true), forward(128, 1024, true)]],
+        [[forward(256, 1024, true), forward(256, 512, true), forward(256, 1024, true)],
+         [forward(256, 128, true), forward(256, 1024, true), forward(256, 1024, true)],
+         [forward(256, 128, true), forward(256, 512, true), forward(256, 512, true)]],
         // bfloat16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
         [[forward(256, 128, true), forward(256, 1024, true), forward(256, 1024, true)],
          [forward(256, 128, true), forward(256, 512, true), forward(256, 1024, true)],
