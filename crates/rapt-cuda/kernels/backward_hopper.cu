@@ -81,8 +81,8 @@ struct Consumer {
     }
     // Of tile n, over all keys: columns of this group, or of 128 queries its 64.
     __device__ void multiply_ds(Accumulator<DQ_COLUMNS / 8>& dq, u32 n) const {
-        const u32 box = group * (K_BOX * 2 / 16);
-        const u32 ds = tile_low(sh.ds[n % 2], 0) + (BOXES_OF_QUERIES > 1 ? box : 0), keys = tile_low(sh.k, 0) + (BOXES_OF_QUERIES > 1 ? 0 : box);
+        const u32 box = group * (K_BOX * 2 / 16), columns = BOXES > 1 ? box : group * (DQ_COLUMNS * 2 / 16);
+        const u32 ds = tile_low(sh.ds[n % 2], 0) + (BOXES_OF_QUERIES > 1 ? box : 0), keys = tile_low(sh.k, 0) + (BOXES_OF_QUERIES > 1 ? 0 : columns);
         wgmma_fence();
 #pragma unroll
         for (int kt = 0; kt < BN / 16; kt++) wgmma_dq(dq, ds + kt * (16 * 128 / 16), keys + kt * (16 * 128 / 16), kt > 0);

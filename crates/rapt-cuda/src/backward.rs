@@ -54,9 +54,10 @@ pub(crate) struct BackwardParams {
     padding: i32,
 }
 
-/// Rows of a tile of queries of backward_hopper.cu and backward_hopper_wide.cu, and keys of an item of each.
+/// Rows of a tile of queries of backward_hopper.cu and backward_hopper_wide.cu, and of the former's heads of up to 64 columns.
 pub(crate) const HOPPER_ROWS: usize = 64;
 pub(crate) const HOPPER_TALL_ROWS: usize = 128;
+/// Keys of an item of backward_hopper.cu, and of backward_hopper_wide.cu.
 pub(crate) const HOPPER_KEYS: usize = 128;
 pub(crate) const HOPPER_WIDE_KEYS: usize = 64;
 /// What heads that are taken together may have in all of q, d_o and sums of dq, so that these stay in L2 between items: a third of an H100's.
@@ -108,6 +109,7 @@ impl HopperItems {
         let matrices = forward.batch().saturating_mul(forward.num_kv_heads());
         let group = forward.num_q_heads() / forward.num_kv_heads().max(1);
         let range = forward.block_range();
+        // At most: sums of narrow heads have fewer columns.
         let row_bytes = 2 * (forward.head_dim() + forward.head_dim_v()) + 4 * forward.head_dim().next_multiple_of(64);
         let in_l2 = TOGETHER_BYTES / group.saturating_mul(q_len).saturating_mul(row_bytes).max(1);
         // A quarter of the blocks: four of a head at a time.

@@ -466,7 +466,7 @@ mod tests {
                 algorithm: Algorithm::BackwardHopper,
                 loads: Loads::Tma,
                 natural: false,
-                block_m: 64,
+                block_m: 128,
                 block_n: 128,
                 ..backward
             };

@@ -310,9 +310,10 @@ fn gradients_compile_and_the_hot_ones_do_not_spill() {
     let mut seen = HashSet::new();
     all.retain(|variant| seen.insert(*variant));
     if !std::env::var("RAPT_WHOLE").is_ok_and(|whole| whole == "1") {
-        // Rows, the three together and their parts of the first request, the three together of wide heads, and a pass of float32.
+        // Rows, the three together and their parts of the first request, the three together of narrow and wide heads, and a pass of float32.
         let found = |name| all.iter().copied().find(|variant| variant.to_string().starts_with(name)).unwrap();
-        let others = ["backward_hopper_wide", "backward_halves queries float32 128/128"].map(found);
+        let together = "backward_hopper together bfloat16 64/64";
+        let others = [together, "backward_hopper_wide", "backward_halves queries float32 128/128"].map(found);
         all.truncate(3);
         all.extend(others);
     }

@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::{backward_spec, caps, spec, spec_of_cache, spec_of_dims, spec_of_latent, spec_of_varlen, view};
+use common::{
+    backward_spec, backward_spec_of_dims, caps, spec, spec_of_cache, spec_of_dims, spec_of_latent, spec_of_varlen, view,
+};
 use rapt_core::{Arch, Causal, DType, Device, Error, Format, Kernel, Options, PRounding, Plan, Spec, View};
 use rapt_cuda::{Algorithm, CudaLaunch, KernelVariant, Loads, Sequences, backward_variants, select, variants};
 
@@ -621,6 +623,13 @@ fn gradients_under_masks_of_booleans_and_of_16_bits_are_computed_together_on_hop
             assert_eq!([variant.block_m, variant.block_n], tile, "{variant}");
         }
         assert!(together(Arch::Sm90a, mask, 264, 512, &plain).is_none());
+        // Of dims of two kinds too, in what a block may have of shared memory.
+        for dims in (8..=256).step_by(8).flat_map(|dim| [16, 64, 96, 128, 256].map(|dim_v| [dim, dim_v])) {
+            let spec = backward_spec_of_dims(DType::BF16, [4, 300, 512], dims, mask, &plain);
+            let variants = backward_variants(&spec, &caps(Arch::Sm90a)).unwrap();
+            let is_one = |variant: &KernelVariant| variant.algorithm == Algorithm::BackwardHopper;
+            assert!(variants.iter().any(is_one), "{dims:?} {mask:?}");
+        }
         assert!(together(Arch::Sm90a, mask, 64, 512, &plain.with_softcap(30.0)).is_none());
         assert!(together(Arch::Sm80, mask, 64, 512, &plain).is_none());
     }

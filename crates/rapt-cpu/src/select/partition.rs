@@ -110,6 +110,10 @@ fn decode_partition(spec: &Spec, readings: &Qkv<Option<Reading>>, tiles: &Tiles)
     }
 }
 
+/// As many rows as packing K and V for products of tiles costs, of numbers in one, two and three parts: of three some 460 cycles a key at head dim
+/// 128, where a row takes 8; of the others by their share of the work.
+const PACKING_ROWS: [f64; 3] = [20.0, 50.0, 60.0];
+
 /// How the rows of forward are shared out: tasks of `heads` query heads and `rows` rows, in items of `chunk_rows`.
 struct Items {
     tasks: usize,
@@ -118,18 +122,42 @@ struct Items {
     chunk_rows: usize,
 }
 
-/// Tiles of `queries` rows, of which an item has as many as `most_rows` and the second cache hold, and fewer, down to two,
-/// as long as there are not `least_items`.
-fn items(spec: &Spec, queries: usize, most_rows: usize, tile_bytes: usize, least_items: usize) -> Items {
+/// Tiles of `queries` rows, of which an item has as many as `most_rows` and the second cache hold, or a half, a quarter and so on of that, down to
+/// two: as the threads end first. `packing`: as many rows as packing K and V for an item costs, where kernels always do; else there are four items
+/// a thread, if an item still shares each block of keys among tiles.
+fn items(
+    spec: &Spec,
+    queries: usize,
+    most_rows: usize,
+    tile_bytes: usize,
+    threads: usize,
+    packing: Option<f64>,
+) -> Items {
     let heads = if spec.q_len() < 2 * queries { spec.group_size() } else { 1 };
     let tasks = spec.batch() * (spec.num_q_heads() / heads);
     let rows = heads * spec.q_len();
+    let rows_of = |count: usize| (count * queries).min(rows.next_multiple_of(queries));
     let mut count = (most_rows / queries).clamp(1, (TILES_BYTES / tile_bytes).max(1));
-    // Enough items that the threads end together, as long as an item still shares each block of keys among tiles.
-    while count > 2 && tasks * rows.div_ceil(count * queries) < least_items {
-        count /= 2;
-    }
-    Items { tasks, heads, rows, chunk_rows: (count * queries).min(rows.next_multiple_of(queries)) }
+    let Some(packing) = packing else {
+        while count > 2 && tasks * rows.div_ceil(count * queries) < threads.saturating_mul(4) {
+            count /= 2;
+        }
+        return Items { tasks, heads, rows, chunk_rows: rows_of(count) };
+    };
+    // In rows that see every key. A causal row sees half of them, and the items that see most are taken first.
+    let time_of = |count: usize| {
+        let (own, items) = (rows_of(count) as f64, tasks as f64 * rows.div_ceil(rows_of(count)) as f64);
+        let (all, threads) = (rows as f64, threads as f64);
+        if spec.causal.is_some() {
+            let longest = own - own * own / (2.0 * all.max(own));
+            ((tasks as f64 * all / 2.0 + items * packing) / threads).max(longest + packing)
+        } else {
+            (items / threads).ceil() * (own + packing)
+        }
+    };
+    let counts = std::iter::successors(Some(count), |count| (*count > 3).then_some(count / 2));
+    let count = counts.min_by(|a, b| time_of(*a).total_cmp(&time_of(*b))).unwrap_or(count);
+    Items { tasks, heads, rows, chunk_rows: rows_of(count) }
 }
 
 fn forward_partition(
@@ -142,13 +170,9 @@ fn forward_partition(
     let tile = &tiles.forward;
     let shape = arch::tile_shape(key.arch, key.storage);
     let tile_bytes = shape.queries * (spec.head_dim() + spec.head_dim_v()) * key.accumulation.size_bytes();
-    // Each item packs K and V anew: in parts that costs what some hundred queries take, and the last of few items is worth waiting for.
-    let items_of_thread = match arch::tiled(key.arch, key.storage) {
-        Some(2..) => 1 + usize::from(spec.causal.is_some()),
-        _ => 4,
-    };
-    let least_items = threads.saturating_mul(items_of_thread);
-    let Items { tasks, heads, rows, chunk_rows } = items(spec, shape.queries, tile.rows, tile_bytes, least_items);
+    let packing = arch::tiled(key.arch, key.storage).map(|parts| PACKING_ROWS[parts - 1]);
+    let Items { tasks, heads, rows, chunk_rows } =
+        items(spec, shape.queries, tile.rows, tile_bytes, threads.max(1), packing);
 
     // Pairs of K along head_dim are read where they lie if every row is whole lanes, in steps of whole lanes.
     let [k_is_whole, v_is_whole] = rows_are_whole(spec, readings);
@@ -184,8 +208,7 @@ const INT8_ROWS: usize = 256;
 fn int8_partition(spec: &Spec, key: &KernelKey, threads: usize) -> Partition {
     let queries = arch::tile_shape(key.arch, DType::F32).queries;
     let tile_bytes = queries * (spec.head_dim().div_ceil(4) + spec.head_dim_v()) * key.accumulation.size_bytes();
-    let Items { tasks, heads, rows, chunk_rows } =
-        items(spec, queries, INT8_ROWS, tile_bytes, threads.saturating_mul(4));
+    let Items { tasks, heads, rows, chunk_rows } = items(spec, queries, INT8_ROWS, tile_bytes, threads, None);
     Partition {
         tasks,
         heads,

@@ -225,7 +225,7 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
     }
 }
 
-// dq of a group's columns, as its threads hold it, to device memory: one thread.
+// A group's part of dq, as its threads hold it, to device memory: one thread.
 __device__ inline void add_in_turn(const BackwardHopperParams& h, Shared& sh, int group) {
     const Params& p = h.b.all;
     Place<DQ_STAGES> dq;

@@ -78,19 +78,17 @@ __device__ inline u32 tile_low(const void* tile, u32 box_bytes) {
         );                                                                                                                \
     }
 
-// acc (64 x N) = or += 16 columns of p, in registers, times 16 rows of a tile of values, or B_MAJOR 0: 16 columns of a tile of keys.
-#define DEFINE_WGMMA_HELD(NAME, N, B_MAJOR) \
+// acc (64 x N) = or += 16 columns of p, in registers, times 16 rows of a tile of values.
+#define DEFINE_WGMMA_PV(NAME, N) \
     __device__ inline void NAME(Accumulator<N / 8>& acc_o, u32 (&p)[4], u32 values, int add) {                           \
         u64 tile = (u64)TILE_HIGH << 32 | values;                                                                         \
         asm volatile(                                                                                                     \
             "{\n.reg .pred add;\nsetp.ne.b32 add, %5, 0;\n"                                                               \
             "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(N) "k16.f32." MMA_TYPE "." MMA_TYPE                               \
-            " {" REGISTERS_OF(N) "}, {%0, %1, %2, %3}, %4, add, 1, 1, " #B_MAJOR ";\n}"                                         \
+            " {" REGISTERS_OF(N) "}, {%0, %1, %2, %3}, %4, add, 1, 1, 1;\n}"                                                   \
             : "+r"(p[0]), "+r"(p[1]), "+r"(p[2]), "+r"(p[3]), "+l"(tile), "+r"(add), SUMS_OF(N, acc_o)                    \
         );                                                                                                                \
     }
-
-#define DEFINE_WGMMA_PV(NAME, N) DEFINE_WGMMA_HELD(NAME, N, 1)
 
 // x (64 x N) = or += 16 columns of a tile, of A, times 16 rows of an MN-major one. A is K-major, or MN-major with 64 columns of which 16
 // rows are taken.

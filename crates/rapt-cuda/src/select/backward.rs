@@ -28,7 +28,7 @@ use crate::variant::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_c
 const MMA_DIM: usize = 256;
 /// The same of float32, whose tiles are twice as large.
 const MMA_F32_DIM: usize = 128;
-/// Widest head of backward_hopper_tall.cu, of backward_hopper.cu, and of backward_hopper_wide.cu.
+/// Widest head of backward_hopper.cu with tiles of 128 queries, of backward_hopper.cu, and of backward_hopper_wide.cu.
 const HOPPER_TALL_DIM: usize = 64;
 const HOPPER_DIM: usize = 128;
 const HOPPER_WIDE_DIM: usize = 256;

@@ -172,8 +172,10 @@ impl KernelVariant {
             self.half_columns().0
         } else if self.is_tall() {
             self.dims.0.next_multiple_of(16)
-        } else {
+        } else if self.dims.0 > BOX_COLUMNS {
             BOX_COLUMNS
+        } else {
+            BOX_COLUMNS / 2
         }
     }
 
@@ -182,7 +184,7 @@ impl KernelVariant {
         if self.is_tall() { self.dq_columns() } else { 2 * self.dq_columns() }
     }
 
-    /// Whether the gradients of a head are backward_hopper.cu's, whose tiles of queries have twice as many rows.
+    /// Whether backward_hopper.cu takes 128 queries a tile of a head and not 64.
     pub(crate) const fn is_tall(&self) -> bool {
         self.dims.0 <= BOX_COLUMNS && self.dims.1 <= BOX_COLUMNS
     }
@@ -208,7 +210,7 @@ impl KernelVariant {
         self.mask.map_or(0, |dtype| (self.block_n * dtype.size_bytes() as u32).div_ceil(2 * BOX_COLUMNS))
     }
 
-    /// Parts of dq of a group that wait for their turn there: two where there is room.
+    /// Parts of dq of a group that wait for their turn there: two where two tiles of queries and no mask leave room.
     pub(super) const fn backward_dq_stages(&self) -> u32 {
         if self.backward_holds() && self.mask.is_none() { 2 } else { 1 }
     }

@@ -44,18 +44,31 @@ pub(crate) fn backward_spec(
     mask: Option<DType>,
     options: &Options,
 ) -> BackwardSpec {
-    let [q, k] = [("q", q_len), ("k", kv_len)].map(|(name, len)| view(name, dtype, &[1, heads, len, head_dim]));
+    backward_spec_of_dims(dtype, [heads, q_len, kv_len], [head_dim; 2], mask, options)
+}
+
+/// As [`backward_spec`], with values of another head dim.
+pub(crate) fn backward_spec_of_dims(
+    dtype: DType,
+    [heads, q_len, kv_len]: [usize; 3],
+    [head_dim, head_dim_v]: [usize; 2],
+    mask: Option<DType>,
+    options: &Options,
+) -> BackwardSpec {
+    let [q, k, v] = [("q", q_len, head_dim), ("k", kv_len, head_dim), ("v", kv_len, head_dim_v)]
+        .map(|(name, len, dim)| view(name, dtype, &[1, heads, len, dim]));
+    let d_o = view("d_o", dtype, &[1, heads, q_len, head_dim_v]);
     let mask = mask.map(|dtype| view("mask", dtype, &[1, 1, 1, kv_len]));
     let sinks = view("sinks", DType::F32, &[heads]);
-    let mut builder = Spec::builder(&q, &k, &k, options);
+    let mut builder = Spec::builder(&q, &k, &v, options);
     let forward = builder.mask(mask.as_ref()).sinks(Some(&sinks)).return_lse(true).build().unwrap();
     let forms = GradientForms {
         dq: Some((&q).into()),
         dk: Some((&k).into()),
-        dv: Some((&k).into()),
+        dv: Some((&v).into()),
         d_mask: mask.as_ref().filter(|mask| mask.dtype() != DType::Bool).map(Into::into),
         d_sinks: Some((&sinks).into()),
-        ..GradientForms::new(&q)
+        ..GradientForms::new(&d_o)
     };
     BackwardSpec::new(forward, &forms).unwrap()
 }
