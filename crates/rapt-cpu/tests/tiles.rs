@@ -1,6 +1,7 @@
 //! The table of tiles as requests meet it. Where classes end is asserted where they are declared, when this crate is compiled.
 
-use rapt_core::{Arch, DType, Device, Extent, Options, Shape, Spec, View};
+use rapt_core::{Arch, Caps, Causal, DType, Device, Extent, Options, Shape, Spec, View};
+use rapt_cpu::select;
 use rapt_cpu::tiles::{DecodeTile, ForwardTile, Tiles};
 
 const ARCHES: [Arch; 5] = [Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16, Arch::Amx, Arch::Scalar];
@@ -8,6 +9,15 @@ const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 
 /// The spec of tensors that are never read.
 fn spec(dtype: DType, q_len: usize, head_dim: usize, head_dim_v: usize) -> Spec {
+    spec_of(dtype, [2, q_len, 77], [head_dim, head_dim_v], &Options::default())
+}
+
+fn spec_of(
+    dtype: DType,
+    [heads, q_len, kv_len]: [usize; 3],
+    [head_dim, head_dim_v]: [usize; 2],
+    options: &Options,
+) -> Spec {
     let view = |name, shape: [usize; 4]| {
         let shape = Shape::from(shape);
         let nowhere = std::ptr::without_provenance(1 << 20);
@@ -15,8 +25,27 @@ fn spec(dtype: DType, q_len: usize, head_dim: usize, head_dim_v: usize) -> Spec 
         // SAFETY: a spec is made of it, which holds no pointer; nobody reads it.
         unsafe { View::from_raw_parts(name, nowhere, dtype, shape, strides, Device::Cpu, Extent::Declared) }.unwrap()
     };
-    let (q, k) = (view("q", [1, 2, q_len, head_dim]), view("k", [1, 2, 77, head_dim]));
-    Spec::builder(&q, &k, &view("v", [1, 2, 77, head_dim_v]), &Options::default()).build().unwrap()
+    let (q, k) = (view("q", [1, heads, q_len, head_dim]), view("k", [1, heads, kv_len, head_dim]));
+    Spec::builder(&q, &k, &view("v", [1, heads, kv_len, head_dim_v]), options).build().unwrap()
+}
+
+#[test]
+fn items_in_intels_tiles_end_together() {
+    if !cfg!(target_arch = "x86_64") {
+        return;
+    }
+    let plain = Options::default();
+    let items = |dtype, heads, len, threads, options: &Options| {
+        let caps = Caps { arch: Arch::Amx, threads, clock_hz: None };
+        select(&spec_of(dtype, [heads, len, len], [128; 2], options), &caps).unwrap().items()
+    };
+    // K and V are packed for each: of one head there are as many as threads, or where rows see half of the keys a few more.
+    assert_eq!(items(DType::BF16, 1, 512, 2, &plain), 2);
+    assert_eq!(items(DType::F32, 1, 512, 2, &plain), 2);
+    assert_eq!(items(DType::BF16, 1, 1024, 2, &plain.with_causal(Causal::TopLeft)), 4);
+    // Whole heads where there are many to a thread, halves where the last round would leave half of the threads idle.
+    assert_eq!(items(DType::F32, 24, 1024, 2, &plain), 24);
+    assert_eq!(items(DType::F32, 24, 1024, 16, &plain), 48);
 }
 
 #[test]
