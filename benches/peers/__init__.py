@@ -27,7 +27,7 @@ class Prepared:
     most_calls: int | None = None  # of a batch, so that what they leave behind does not count
     tight: tuple | None = None  # (statement, names): timed by timeit instead of `calls`, for calls of a microsecond
     second_opinion: Callable | None = None  # (queries) -> the same rows by the engine's own math path, for the tolerance rule
-    gradients: Callable | None = None  # training rows, in place of `output`: (batch, kv_head) -> (finite, bytes of all, [out, dq, dk, dv])
+    gradients: Callable | None = None  # training rows, in place of `output`: () -> (bytes of all, (batch, kv_head) -> (finite, [out, dq, dk, dv]))
 
 
 def quickest(prepared):

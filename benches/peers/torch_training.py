@@ -73,13 +73,16 @@ def prepare(row, is_served=None):
         else:
             name = min(made, key=lambda name: quickest(Prepared([made[name]], None)))
 
-    def gradients(batch, kv_head):
+    def gradients():
         before = is_served() if is_served else None
         results = made[name]()
         if is_served:
             is_served(before)
-        finite = all(bool(x.isfinite().all()) for x in results)
-        return finite, sum(x.nbytes for x in results), step.sampled(results, batch, kv_head)
+
+        def judged(batch, kv_head):
+            return all(bool(x.isfinite().all()) for x in results), step.sampled(results, batch, kv_head)
+
+        return sum(x.nbytes for x in results), judged
 
     def second_opinion(batch, kv_head):
         with sdpa_kernel([SDPBackend.MATH]):

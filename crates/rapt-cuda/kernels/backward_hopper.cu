@@ -89,6 +89,36 @@ struct Consumer {
         wgmma_commit();
     }
 
+    // Scores of an item's first tile.
+    __device__ void begin(Accumulator<BM / 8>& s) {
+        mbarrier_wait(sh.k_full, kv_phase);
+        mbarrier_wait(sh.q_full[q.stage], q.phase);
+        multiply_rows<D>(s, sh.k, sh.q[q.stage]);
+        wgmma_wait<0>(s);
+        mbarrier_wait(sh.v_full, kv_phase);
+        kv_phase ^= 1;
+    }
+    // What is left of its last tile, whose queries lie in a stage.
+    __device__ void end(OperandA<BM / 16>& ds, u32 stage, bool add) {
+        Accumulator<DQ_COLUMNS / 8> dq;
+        mbarrier_wait(sh.ds_full[(done + 1) % 2], (done - 1) / 2 & 1);
+        multiply_ds(dq, done + 1);
+        if (!HOLDS) add_dk(ds, done + 1, stage, add);
+        wgmma_wait<HOLDS ? 0 : 1>(dq);
+        hand_over(sh, group, dq, done - 1);
+        if (HOLDS) return;
+        wgmma_wait<0>(dk);
+        mbarrier_arrive_if(sh.q_empty[stage], threadIdx.x % 32 == 0);
+    }
+    __device__ void store(const Item& item) const {
+        const BackwardParams& b = h.b;
+        if (non_finite(dk) + non_finite(dv) != 0) note_odd(b, item.batch, item.kv_head);
+        const int first = item.first() + group * 64;
+        Elem* const tile = sh.ds[0] + group * 64 * BOX;
+        store_rows<2>(tile, dk, rows_of_keys(b.dk, b.dk_stride, item, first, b.all.kv_len, b.all.head_dim, b.dk_wide), (float)b.all.scale);
+        store_rows<2>(tile, dv, rows_of_keys(b.dv, b.dv_stride, item, first, b.all.kv_len, b.all.head_dim_v, b.dv_wide), 1);
+    }
+
     __device__ void run() {
         const BackwardParams& b = h.b;
         const bool is_first = threadIdx.x % 32 == 0;
@@ -103,12 +133,7 @@ struct Consumer {
                 store_nothing(b, item);
                 continue;
             }
-            mbarrier_wait(sh.k_full, kv_phase);
-            mbarrier_wait(sh.q_full[q.stage], q.phase);
-            multiply_rows<D>(s, sh.k, sh.q[q.stage]);
-            wgmma_wait<0>(s);
-            mbarrier_wait(sh.v_full, kv_phase);
-            kv_phase ^= 1;
+            begin(s);
             const int whole_from = ::whole_from(h.items, item), whole_to = ::whole_to(h.items, item);
             const int step = h.items.step, behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;
@@ -181,26 +206,13 @@ struct Consumer {
                 wgmma_wait<0>(s);
                 wgmma_wait<0>(dv);
             }
-            Accumulator<DQ_COLUMNS / 8> dq;
-            mbarrier_wait(sh.ds_full[(done + 1) % 2], (done - 1) / 2 & 1);
-            multiply_ds(dq, done + 1);
-            if (!HOLDS) add_dk(ds, done + 1, before, item.tiles * b.all.group > 1);
-            wgmma_wait<HOLDS ? 0 : 1>(dq);
-            hand_over(sh, group, dq, done - 1);
-            if (!HOLDS) {
-                wgmma_wait<0>(dk);
-                mbarrier_arrive_if(sh.q_empty[before], is_first);
-            }
+            end(ds, before, item.tiles * b.all.group > 1);
             mbarrier_arrive_if(sh.kv_empty, is_first);
             // The other group has read ds too: rows of gradients come there.
             bar_sync(DS, CONSUMERS);
             mbarrier_arrive_if(sh.ds_empty[(done + 1) % 2], is_first);
             mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
-            if (non_finite(dk) + non_finite(dv) != 0) note_odd(b, item.batch, item.kv_head);
-            const int first = item.first() + group * 64;
-            Elem* const tile = sh.ds[0] + group * 64 * BOX;
-            store_rows<2>(tile, dk, rows_of_keys(b.dk, b.dk_stride, item, first, b.all.kv_len, b.all.head_dim, b.dk_wide), (float)b.all.scale);
-            store_rows<2>(tile, dv, rows_of_keys(b.dv, b.dv_stride, item, first, b.all.kv_len, b.all.head_dim_v, b.dv_wide), 1);
+            store(item);
         }
     }
 };

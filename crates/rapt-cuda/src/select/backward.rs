@@ -187,9 +187,7 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let multiprocessors = caps.multiprocessors.max(1) as usize;
     let together = hopper(spec, caps);
     let matrices = forward.batch().saturating_mul(forward.num_q_heads());
-    // Also of rows that a tile of queries has beyond the last.
-    let tile_rows = together.map_or(ROWS_OF_BLOCK, |variant| variant.block_m as usize);
-    let row_blocks = forward.q_len().div_ceil(tile_rows) * (tile_rows / ROWS_OF_BLOCK);
+    let row_blocks = row_blocks(forward, together);
     push(generic(Pass::Rows), row_blocks, matrices.saturating_mul(row_blocks), 0)?;
     let items = together.map(|variant| HopperItems::new(spec, variant.block_n as usize, multiprocessors));
     if let Some((variant, items)) = together.zip(items) {
@@ -240,8 +238,8 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let all = Params::new(forward, &whole(spec), widths(forward, &generic(Pass::Rows)));
     let states = rows.saturating_mul(state_bytes(forward.numerics.accumulation.size_bytes()));
     let hopper = together.zip(items).filter(|_| !steps.is_empty()).map(|(variant, items)| {
-        let tiles = [variant.block_m, variant.block_n].map(|rows| rows as usize);
-        let loaded = if variant.loads == Loads::Tma { loaded(spec, tiles) } else { [None; 5] };
+        let tile = [variant.block_m as usize, variant.block_n as usize];
+        let loaded = if variant.loads == Loads::Tma { loaded(spec, tile) } else { [None; 5] };
         Box::new(HopperPass { items, loaded })
     });
     let noting = noting(spec, &steps, together, states);
@@ -256,6 +254,12 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         multiprocessors: caps.multiprocessors,
         why,
     })
+}
+
+/// Blocks of the pass over the rows of a head, those that a tile of queries of `together` has beyond the last among them.
+fn row_blocks(forward: &Spec, together: Option<KernelVariant>) -> usize {
+    let tile_rows = together.map_or(ROWS_OF_BLOCK, |variant| variant.block_m as usize);
+    forward.q_len().div_ceil(tile_rows) * (tile_rows / ROWS_OF_BLOCK)
 }
 
 /// Blocks of so many own rows of a head's `len`.
