@@ -150,6 +150,11 @@ fn loaded(spec: &BackwardSpec, [rows, keys]: [usize; 2]) -> [Option<TmaTensor>; 
     [of(&forward.q, rows), of(&forward.k, keys), of(&forward.v, keys), of(spec.d_o(), rows), mask]
 }
 
+/// Rows of queries and keys of a tile.
+fn tile_of(variant: &KernelVariant) -> [usize; 2] {
+    [variant.block_m as usize, variant.block_n as usize]
+}
+
 /// Everything that is launched for `spec` on a device with `caps`.
 ///
 /// # Errors
@@ -238,8 +243,7 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let all = Params::new(forward, &whole(spec), widths(forward, &generic(Pass::Rows)));
     let states = rows.saturating_mul(state_bytes(forward.numerics.accumulation.size_bytes()));
     let hopper = together.zip(items).filter(|_| !steps.is_empty()).map(|(variant, items)| {
-        let tile = [variant.block_m as usize, variant.block_n as usize];
-        let loaded = if variant.loads == Loads::Tma { loaded(spec, tile) } else { [None; 5] };
+        let loaded = if variant.loads == Loads::Tma { loaded(spec, tile_of(&variant)) } else { [None; 5] };
         Box::new(HopperPass { items, loaded })
     });
     let noting = noting(spec, &steps, together, states);
