@@ -62,7 +62,7 @@ class Worker:
             give_back()
             before = peak_bytes(reset=True)
             held, judged = prepared.gradients()
-            peak = peak_bytes()  # before what looks at the gradients, which makes wider ones of 16 bits
+            peak = peak_bytes()  # now: looking at gradients of 16 bits makes float32 copies
             finite, arrays = judged(*head)
             answer = {"finite": finite}
             if before is not None:

@@ -26,7 +26,6 @@
 // Deliberately absent: softcap and slopes, biases of 32 bits (backward_mma.cu), and head dims above 128 (backward_hopper_wide.cu).
 
 #include "backward/hopper_weigh.cuh"
-#include "hopper/wgmma.cuh"
 
 DEFINE_WGMMA_QK(wgmma_scores, BLOCK_M)
 DEFINE_WGMMA_KM(wgmma_dk, HEAD_DIM)
@@ -89,15 +88,6 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // Scores of an item's first tile.
-    __device__ void begin(Accumulator<BM / 8>& s) {
-        mbarrier_wait(sh.k_full, kv_phase);
-        mbarrier_wait(sh.q_full[q.stage], q.phase);
-        multiply_rows<D>(s, sh.k, sh.q[q.stage]);
-        wgmma_wait<0>(s);
-        mbarrier_wait(sh.v_full, kv_phase);
-        kv_phase ^= 1;
-    }
     // What is left of its last tile, whose queries lie in a stage.
     __device__ void end(OperandA<BM / 16>& ds, u32 stage, bool add) {
         Accumulator<DQ_COLUMNS / 8> dq;
@@ -133,7 +123,7 @@ struct Consumer {
                 store_nothing(b, item);
                 continue;
             }
-            begin(s);
+            begin_item(*this, s);
             const int whole_from = ::whole_from(h.items, item), whole_to = ::whole_to(h.items, item);
             const int step = h.items.step, behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;

@@ -17,7 +17,6 @@
 
 #define WIDE 1
 #include "backward/hopper_weigh.cuh"
-#include "hopper/wgmma.cuh"
 
 // Columns of dk and of dv of a group, and queries of scores.
 constexpr int COLUMNS = BOXES / 2 * BOX, COLUMNS_V = V_BOXES / 2 * BOX, QUERIES = BM / 2;
@@ -87,12 +86,7 @@ struct Consumer {
                 store_nothing(b, item);
                 continue;
             }
-            mbarrier_wait(sh.k_full, kv_phase);
-            mbarrier_wait(sh.q_full[q.stage], q.phase);
-            multiply_rows<D>(s, sh.k, sh.q[q.stage]);
-            wgmma_wait<0>(s);
-            mbarrier_wait(sh.v_full, kv_phase);
-            kv_phase ^= 1;
+            begin_item(*this, s);
             const int whole_from = ::whole_from(h.items, item), whole_to = ::whole_to(h.items, item);
             const int step = h.items.step, behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;

@@ -3,7 +3,8 @@
 //   item     BLOCK_N keys of a key head, and the tiles of BLOCK_M queries that see them. Taken from one count in device memory: a tile of keys
 //            of each of `heads` heads, then the next tile of each, and when these heads are done the next ones.
 //   step     1: last keys first, and queries from the first on;  -1: first keys first, and queries from the last back
-//   turns    dq of a tile of queries, a half of its columns or of its 128 queries: how many items have added to it, of those whose keys it sees, in that order of keys
+//   turns    dq of a tile of queries, a half of its columns or of its 128 queries: how many items have added to it, of those whose keys it sees, in
+//            that order of keys
 //
 // Whoever waits for a turn waits for an item that another block has taken before: that is at work on it or on one taken still earlier, and waits at most
 // for earlier ones. Plain C++ but for __device__: recorded/host/items.rs runs it for whole requests.

@@ -4,6 +4,7 @@
 #pragma once
 #include "backward/hopper_mask.cuh"
 #include "common/softmax.cuh"
+#include "hopper/wgmma.cuh"
 
 // This thread's first row of its group's keys.
 __device__ inline int key_of_thread() { return threadIdx.x % 128 / 32 * 16 + lane_row((int)threadIdx.x); }
@@ -125,6 +126,17 @@ __device__ inline void store_nothing(const BackwardParams& b, const Item& item) 
         if (c < b.all.head_dim) ((Elem*)b.dk)[row_offset(b.dk_stride, item.batch, item.kv_head, j) + c * b.dk_stride[3]] = 0;
         if (c < b.all.head_dim_v) ((Elem*)b.dv)[row_offset(b.dv_stride, item.batch, item.kv_head, j) + c * b.dv_stride[3]] = 0;
     }
+}
+
+// Waits for an item, and has scores of its first tile computed.
+template <class Consumer, int NT>
+__device__ inline void begin_item(Consumer& of, Accumulator<NT>& s) {
+    mbarrier_wait(of.sh.k_full, of.kv_phase);
+    mbarrier_wait(of.sh.q_full[of.q.stage], of.q.phase);
+    of.template multiply_rows<D>(s, of.sh.k, of.sh.q[of.q.stage]);
+    wgmma_wait<0>(s);
+    mbarrier_wait(of.sh.v_full, of.kv_phase);
+    of.kv_phase ^= 1;
 }
 
 // A group's part of dq of the nth tile, to those that add it in its turn: a piece at a time.

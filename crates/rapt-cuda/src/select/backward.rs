@@ -28,9 +28,7 @@ use crate::variant::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_c
 const MMA_DIM: usize = 256;
 /// The same of float32, whose tiles are twice as large.
 const MMA_F32_DIM: usize = 128;
-/// Widest head of backward_hopper.cu with tiles of 128 queries, of backward_hopper.cu, and of backward_hopper_wide.cu.
-const HOPPER_TALL_DIM: usize = 64;
-const HOPPER_DIM: usize = 128;
+/// Widest head of backward_hopper_wide.cu.
 const HOPPER_WIDE_DIM: usize = 256;
 /// Own rows of a block of backward_halves.cu, and streamed rows of a tile.
 const HALVES_TILE: (u32, u32) = (128, 64);
@@ -125,20 +123,18 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
     if !serves {
         return None;
     }
-    let rows = if dim > HOPPER_TALL_DIM { HOPPER_ROWS } else { HOPPER_TALL_ROWS };
-    let keys = if dim > HOPPER_DIM { HOPPER_WIDE_KEYS } else { HOPPER_KEYS };
+    let of_dims = KernelVariant {
+        algorithm: Algorithm::BackwardHopper,
+        natural: false,
+        dims: padded_dims(forward),
+        ..KernelVariant::backward(caps.arch, storage, mask, Pass::Together)
+    };
+    let rows = if of_dims.is_tall() { HOPPER_TALL_ROWS } else { HOPPER_ROWS };
+    let keys = if of_dims.has_halves() { HOPPER_WIDE_KEYS } else { HOPPER_KEYS };
     let [tensors @ .., of_mask] = loaded(spec, [rows, keys]);
     let by_tma = tensors.iter().all(Option::is_some) && (mask.is_none() || of_mask.is_some());
     let loads = if by_tma { Loads::Tma } else { Loads::ByElement };
-    let variant = KernelVariant {
-        algorithm: Algorithm::BackwardHopper,
-        natural: false,
-        loads,
-        dims: padded_dims(forward),
-        block_m: rows as u32,
-        block_n: keys as u32,
-        ..KernelVariant::backward(caps.arch, storage, mask, Pass::Together)
-    };
+    let variant = KernelVariant { loads, block_m: rows as u32, block_n: keys as u32, ..of_dims };
     (variant.shared_bytes() <= caps.shared_bytes).then_some(variant)
 }
 

@@ -55,8 +55,7 @@ pub(crate) fn backward_spec_of_dims(
     mask: Option<DType>,
     options: &Options,
 ) -> BackwardSpec {
-    let [q, k, v] = [("q", q_len, head_dim), ("k", kv_len, head_dim), ("v", kv_len, head_dim_v)]
-        .map(|(name, len, dim)| view(name, dtype, &[1, heads, len, dim]));
+    let [q, k, v] = qkv(dtype, [heads, q_len, kv_len], [head_dim, head_dim_v]);
     let d_o = view("d_o", dtype, &[1, heads, q_len, head_dim_v]);
     let mask = mask.map(|dtype| view("mask", dtype, &[1, 1, 1, kv_len]));
     let sinks = view("sinks", DType::F32, &[heads]);
@@ -97,11 +96,14 @@ pub(crate) fn spec_of_dims(
     mask: Option<DType>,
     options: &Options,
 ) -> Spec {
-    let q = view("q", dtype, &[1, heads, q_len, head_dim]);
-    let k = view("k", dtype, &[1, heads, kv_len, head_dim]);
-    let v = view("v", dtype, &[1, heads, kv_len, head_dim_v]);
+    let [q, k, v] = qkv(dtype, [heads, q_len, kv_len], [head_dim, head_dim_v]);
     let mask = mask.map(|dtype| view("mask", dtype, &[1, 1, 1, kv_len]));
     Spec::builder(&q, &k, &v, options).mask(mask.as_ref()).build().unwrap()
+}
+
+fn qkv(dtype: DType, [heads, q_len, kv_len]: [usize; 3], [head_dim, head_dim_v]: [usize; 2]) -> [View<'static>; 3] {
+    [("q", q_len, head_dim), ("k", kv_len, head_dim), ("v", kv_len, head_dim_v)]
+        .map(|(name, len, dim)| view(name, dtype, &[1, heads, len, dim]))
 }
 
 /// `q_len` queries of each of `heads` heads of `batch` sequences of at most `most` keys, one of them new where `page_size` is given, over one

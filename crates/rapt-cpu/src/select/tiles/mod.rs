@@ -7,7 +7,8 @@
 //! `tiles.json` beside this crate's manifest has what was measured, on which machine and when; `table.rs` is written from it.
 //! `block_n` and `pv_keys` decide how sums are grouped, so another table may change bits from one version to the next, never
 //! from one call to another: a class forgets batch, heads, strides and threads. Among the classes of one head_dim `block_n`
-//! is one number, so that rows keep their bits when more queries join them, unless those bring another instruction set (`select`). The other numbers touch no bit.
+//! is one number, so that rows keep their bits when more queries join them, unless those bring another instruction set (`select`).
+//! The other numbers touch no bit.
 //! Deliberately absent: tiles that the kernels are not compiled for. Instruction sets that nobody measured get
 //! [`Tiles::DEFAULT`].
 
