@@ -142,7 +142,7 @@ enum rapt_device
  {
   // Host memory; the index is 0.
   RAPT_DEVICE_CPU = 1,
-  // An NVIDIA GPU. This version refuses it by name.
+  // An NVIDIA GPU: of the functions with cuda in their names; others refuse it by name.
   RAPT_DEVICE_CUDA = 2,
   // An MTLBuffer of an Apple GPU, for rapt_metal_attention() alone; the index is 0.
   RAPT_DEVICE_METAL = 8,
@@ -489,6 +489,9 @@ typedef struct rapt_options {
   uint64_t dropout_seed;
   // See `dropout_seed`.
   uint64_t dropout_offset;
+  // Seed and offset, 2 numbers in memory of q's NVIDIA GPU, in place of `dropout_seed` and `dropout_offset`, which are then 0: read when the call runs,
+  // so that replays of a CUDA graph drop what they find. They stay there until then. NULL: the two numbers above.
+  const uint64_t *dropout_draw;
 } rapt_options;
 
 // Gradients: what arrives besides `d_o`, and which are asked for. Nothing is owned and nothing is kept, as with a rapt_tensor.

@@ -124,7 +124,7 @@ pub enum rapt_dtype {
 pub enum rapt_device {
     /// Host memory; the index is 0.
     RAPT_DEVICE_CPU = 1,
-    /// An NVIDIA GPU. This version refuses it by name.
+    /// An NVIDIA GPU: of the functions with cuda in their names; others refuse it by name.
     RAPT_DEVICE_CUDA = 2,
     /// An MTLBuffer of an Apple GPU, for rapt_metal_attention() alone; the index is 0.
     RAPT_DEVICE_METAL = 8,
@@ -335,6 +335,9 @@ pub struct rapt_options {
     pub dropout_seed: u64,
     /// See `dropout_seed`.
     pub dropout_offset: u64,
+    /// Seed and offset, 2 numbers in memory of q's NVIDIA GPU, in place of `dropout_seed` and `dropout_offset`, which are then 0: read when the call runs,
+    /// so that replays of a CUDA graph drop what they find. They stay there until then. NULL: the two numbers above.
+    pub dropout_draw: *const u64,
 }
 
 /// Attention on tensors in buffers of Metal's; see rapt_metal_create().

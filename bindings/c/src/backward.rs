@@ -106,7 +106,7 @@ pub(crate) unsafe fn read<'a>(
             mask: optional("mask", given.mask)?,
             sinks: optional("sinks", given.sinks)?,
             alibi_slopes: optional("alibi_slopes", given.alibi_slopes)?,
-            dropout: read::dropout(&given),
+            dropout: read::dropout(&given, q.device())?,
             d_lse: optional("d_lse", gradients.d_lse)?,
             dq: asked_for("dq", gradients.dq)?,
             dk: asked_for("dk", gradients.dk)?,

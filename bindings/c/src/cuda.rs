@@ -173,7 +173,7 @@ pub unsafe extern "C" fn rapt_cuda_varlen_attention(
         let (cu_seqlens_q, cu_seqlens_kv) =
             unsafe { (view("cu_seqlens_q", cu_seqlens_q)?, view("cu_seqlens_kv", cu_seqlens_kv)?) };
         // SAFETY: as above.
-        let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options)?) };
+        let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options, q.device())?) };
         // SAFETY: as above.
         let codes = unsafe { asked.codes() }?;
         let Asked { options, sinks, alibi_slopes, dropout, lse, .. } = asked;

@@ -549,7 +549,7 @@ pub unsafe extern "C" fn rapt_kv_cache_attention(
         // SAFETY: the caller's word.
         let (cache, q, ids) = unsafe { (rapt_kv_cache::at(cache)?, view("q", q)?, ids_of(ids, num_ids)?) };
         // SAFETY: as above.
-        let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options)?) };
+        let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options, q.device())?) };
         let Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, lse, .. } = asked;
         absent("q_codes", q_codes.is_null(), "q in numbers")?;
         absent("k_codes", k_codes.is_null(), "NULL: the cache knows its own")?;

@@ -33,7 +33,7 @@ pub(crate) struct Asked<'a> {
 impl<'a> Asked<'a> {
     /// # Safety
     /// As rapt_attention(), for 'a.
-    pub(crate) unsafe fn read(given: *const rapt_options) -> Result<Self, Refusal> {
+    pub(crate) unsafe fn read(given: *const rapt_options, device: Device) -> Result<Self, Refusal> {
         let plain = Asked {
             options: Options::default(),
             q_codes: std::ptr::null(),
@@ -57,7 +57,8 @@ impl<'a> Asked<'a> {
             unsafe { (optional("sinks", given.sinks)?, optional("alibi_slopes", given.alibi_slopes)?) };
         // SAFETY: as above.
         let lse = if given.lse.is_null() { None } else { Some(unsafe { view_mut("lse", given.lse) }?) };
-        let dropout = read::dropout(&given);
+        // SAFETY: as above.
+        let dropout = unsafe { read::dropout(&given, device) }?;
         let rapt_options { q_codes, k_codes, v_codes, .. } = given;
         Ok(Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, dropout, lse })
     }
@@ -139,7 +140,7 @@ pub unsafe extern "C" fn rapt_varlen_attention(
         let (cu_seqlens_q, cu_seqlens_kv) =
             unsafe { (view("cu_seqlens_q", cu_seqlens_q)?, view("cu_seqlens_kv", cu_seqlens_kv)?) };
         // SAFETY: as above.
-        let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options)?) };
+        let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options, q.device())?) };
         // SAFETY: as above.
         let codes = unsafe { asked.codes() }?;
         let Asked { options, sinks, alibi_slopes, dropout, lse, .. } = asked;
@@ -223,7 +224,7 @@ unsafe fn read_cache<'a>(
     let (cache_seqlens, page_table) =
         unsafe { (optional("cache_seqlens", given.cache_seqlens)?, optional("page_table", given.page_table)?) };
     // SAFETY: as above.
-    let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options)?) };
+    let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options, q.device())?) };
     let Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, lse, .. } = asked;
     absent("q_codes", q_codes.is_null(), "q in numbers")?;
     // SAFETY: as above.

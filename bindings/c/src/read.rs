@@ -7,8 +7,8 @@ use std::mem::{offset_of, zeroed};
 
 use engine::quant::{QuantError, Scheme};
 use engine::{
-    Causal, Codes, Compute, DType, Device, DropoutSeed, Error, Extent, Format, Granularity, MAX_RANK, Options, Qkv,
-    ScaleLayout, Shape, Strides, TensorLayout, Tensors, View, ViewMut, Window,
+    Causal, Codes, Compute, DType, Device, DeviceDraw, DropoutSeed, Error, Extent, Format, Granularity, MAX_RANK,
+    Options, Qkv, ScaleLayout, Shape, Strides, TensorLayout, Tensors, View, ViewMut, Window,
 };
 
 use crate::abi::{
@@ -208,10 +208,13 @@ pub(crate) unsafe fn options(given: *const rapt_options) -> Result<rapt_options,
     const WITHOUT_COMPUTE: usize = offset_of!(rapt_options, compute);
     /// Before weights could be dropped.
     const WITHOUT_DROPOUT: usize = offset_of!(rapt_options, dropout_p);
+    /// Before a draw could lie in a GPU's memory.
+    const WITHOUT_DRAW: usize = offset_of!(rapt_options, dropout_draw);
     let given = to_read(given, "options")?;
     // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
     let size = unsafe { (*given).size };
-    let sizes = [WITHOUT_CODES, WITHOUT_TOLERANCE, WITHOUT_COMPUTE, WITHOUT_DROPOUT, size_of::<rapt_options>()];
+    let now = size_of::<rapt_options>();
+    let sizes = [WITHOUT_CODES, WITHOUT_TOLERANCE, WITHOUT_COMPUTE, WITHOUT_DROPOUT, WITHOUT_DRAW, now];
     struct_size("options.size", size, &sizes)?;
     // SAFETY: zero and NULL are values of every field.
     let mut options: rapt_options = unsafe { zeroed() };
@@ -497,7 +500,8 @@ impl Call {
         };
         // SAFETY: as above.
         let lse = if given.lse.is_null() { None } else { Some(unsafe { view_mut("lse", given.lse) }?) };
-        let dropout = dropout(&given);
+        // SAFETY: as above.
+        let dropout = unsafe { dropout(&given, q.device()) }?;
         Ok((Tensors { codes, mask, sinks, alibi_slopes, dropout, lse, ..Tensors::new(q, k, v, out) }, options))
     }
 }
@@ -506,9 +510,19 @@ fn refuse(option: &'static str, got: &dyn ToString, allowed: &str) -> Refusal {
     Error::Option { option, got: got.to_string(), allowed: allowed.to_owned() }.into()
 }
 
-/// Which weights a run drops, where it drops some.
-pub(crate) fn dropout(given: &rapt_options) -> Option<DropoutSeed> {
-    (given.dropout_p != 0.0).then_some(DropoutSeed::new(given.dropout_seed, given.dropout_offset))
+/// Which weights a run on `device` drops, where it drops some.
+///
+/// # Safety
+/// A draw in memory lies there until the run has ended.
+pub(crate) unsafe fn dropout(given: &rapt_options, device: Device) -> Result<Option<DropoutSeed>, Refusal> {
+    if given.dropout_p == 0.0 {
+        return Ok(None);
+    }
+    if given.dropout_draw.is_null() {
+        return Ok(Some(DropoutSeed::new(given.dropout_seed, given.dropout_offset)));
+    }
+    // SAFETY: the caller's word.
+    Ok(Some(DropoutSeed::in_memory(unsafe { DeviceDraw::new(device, given.dropout_draw.addr()) }?)))
 }
 
 /// The options but for their tensors.
@@ -559,6 +573,12 @@ pub(crate) fn parse(given: &rapt_options) -> Result<Options, Refusal> {
         if value != 0 && given.dropout_p == 0.0 {
             return Err(refuse(option, &value, "0 with a dropout_p of 0, which drops nothing"));
         }
+        if value != 0 && !given.dropout_draw.is_null() {
+            return Err(refuse(option, &value, "0 beside dropout_draw, which stands in its place"));
+        }
+    }
+    if !given.dropout_draw.is_null() && given.dropout_p == 0.0 {
+        return Err(refuse("dropout_draw", &"not NULL", "NULL with a dropout_p of 0, which drops nothing"));
     }
     Ok(Options {
         softmax_scale: number(SCALE, "softmax_scale", given.softmax_scale)?,

@@ -83,7 +83,8 @@ impl Key {
         // SAFETY: the caller's word.
         let options = unsafe { read::options(call.options) }.ok()?;
         // A seed is not given twice.
-        let drops = options.dropout_p != 0.0 || options.dropout_seed != 0 || options.dropout_offset != 0;
+        let numbers = options.dropout_seed != 0 || options.dropout_offset != 0 || !options.dropout_draw.is_null();
+        let drops = options.dropout_p != 0.0 || numbers;
         if drops || !options.tolerance.is_null() {
             return None;
         }

@@ -13,6 +13,7 @@ from rapt import _reference
 sdpa = F.scaled_dot_product_attention
 OPS = torch.ops.rapt
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+WANTED = [True, True, True, False, False]
 DRAW = torch.tensor([0x0123456789ABCDEF, (5 << 32) + 1])
 
 
@@ -168,20 +169,118 @@ def test_compiled_calls_draw_in_their_graph():
     assert all(torch.equal(a, b) for a, b in zip(*made[:2])) and not torch.equal(made[0][0], made[2][0])
 
 
-def test_a_capture_goes_to_pytorch_and_is_counted():
-    q, k, v = (new(2, 4, 100, 64, seed=n) for n in range(3))
-    sdpa(q, k, v, dropout_p=0.5)
-    rapt.torch.reset_stats()
+def captured(step):
+    """`step` once on a side stream, as PyTorch asks it, then captured; returns the graph and what the captured step returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        made = step()
+    return graph, made
+
+
+def test_replays_drop_what_lies_in_the_draws_memory():
+    for dtype, dims in [(torch.float16, 64), (torch.bfloat16, 256), (torch.float32, 40), (torch.float64, 12)]:
+        q, k, v, d_o = (new(2, 4, 130, dims, dtype=dtype, seed=n) for n in range(4))
+        place = torch.tensor([1, 2], device="cuda")
+
+        def step(draw):
+            out, lse = OPS.attention_lse(q, k, v, dropout_p=0.4, dropout_draw=draw)
+            return out, lse, *OPS.attention_backward(d_o, None, q, k, v, out, lse, WANTED, dropout_p=0.4, dropout_draw=draw)
+
+        graph, made = captured(lambda: step(place))
+        firsts = []
+        for seed, offset in [(3, 4), (2**62 + 5, 2**40), (-7, 6)]:
+            drawn = torch.tensor([seed, offset])
+            place.copy_(drawn)
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(made, step(drawn))), (dtype, seed)
+            assert all(torch.equal(a, b) for a, b in zip(made, step(place))), (dtype, seed)
+            firsts.append(made[0].clone())
+        assert not torch.equal(firsts[0], firsts[1]) and not torch.equal(firsts[1], firsts[2])
+
+
+def is_one_mask(v, out, d_o, dv):
+    """out is linear in v, so <d_o, out> = <dv, v> where forward and backward dropped the same weights."""
+    forward, backward = (d_o.double() * out.double()).sum().item(), (dv.double() * v.double()).sum().item()
+    scale = (d_o.double() * out.double()).abs().sum().item()
+    return abs(forward - backward) < 1e-3 * scale
+
+
+def test_a_captured_step_draws_anew_at_each_replay():
+    q, k, v = (new(2, 4, 100, 64, seed=n).requires_grad_() for n in range(3))
+    d_o = new(2, 4, 100, 64, seed=4)
+
+    def step():
         out = sdpa(q, k, v, dropout_p=0.5)
-        with pytest.raises(rapt.UnsupportedError, match="captured"):
-            rapt.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
-    graph.replay()
-    first = out.clone()
-    graph.replay()
+        return out, *torch.autograd.grad(out, (q, k, v), d_o)
+
+    rapt.torch.reset_stats()
+    graph, (out, _, _, dv) = captured(step)
+    assert rapt.torch.stats() == {"served": 2, "fallback": {}}
+    seen = []
+    for seed in (1, 1, 2):
+        torch.cuda.manual_seed(seed)
+        for _ in range(2):
+            graph.replay()
+            assert is_one_mask(v, out, d_o, dv)
+            seen.append((out.detach().clone(), dv.clone()))
+    assert all(torch.equal(a, b) for n in range(2) for a, b in zip(seen[n], seen[2 + n]))
+    assert not torch.equal(seen[0][0], seen[1][0]) and not torch.equal(seen[0][0], seen[4][0])
+    with torch.no_grad():
+        graph, out = captured(lambda: rapt.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+        graph.replay()
+        first = out.clone()
+        graph.replay()
     assert not torch.equal(first, out)
-    assert rapt.torch.stats() == {"served": 0, "fallback": {"dropout in a CUDA graph": 1}}
+
+
+def test_captured_sequences_draw_anew_at_each_replay():
+    at = torch.tensor([0, 150, 151, 221, 285], dtype=torch.int32, device="cuda")
+    q, k, v = (new(285, 4, 64, seed=n).requires_grad_() for n in range(3))
+    d_o = new(285, 4, 64, seed=4)
+
+    def step():
+        out = OPS.varlen_attention(q, k, v, at, at, dropout_p=0.4, dropout_draw=torch.randint(2**62, (2,), device="cuda"))
+        return out, *torch.autograd.grad(out, (q, k, v), d_o)
+
+    graph, (out, _, _, dv) = captured(step)
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        assert is_one_mask(v, out, d_o, dv)
+        seen.append(out.detach().clone())
+    assert not torch.equal(*seen)
+
+
+def test_compiled_steps_with_dropout_are_cuda_graphs():
+    q, k, v = (new(2, 4, 130, 64, seed=n).requires_grad_() for n in range(3))
+    d_o = new(2, 4, 130, 64, seed=4)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda *of: sdpa(*of, dropout_p=0.4), fullgraph=True, mode="reduce-overhead")
+    made = []
+    for _ in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(q, k, v)
+        dv = torch.autograd.grad(out, v, d_o)[0].clone()
+        made.append(out.detach().clone())
+        assert is_one_mask(v, made[-1], d_o, dv)
+    assert all(not torch.equal(a, b) for a, b in zip(made, made[1:]))
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_a_draw_that_is_none_is_refused():
+    q, k, v = (new(1, 1, 20, 64, seed=n) for n in range(3))
+    whole = torch.tensor([1, 2, 3, 4], device="cuda")
+    for draw in (whole, whole[::2], whole[:2].int(), whole[:2, None], whole[:2].double()):
+        with pytest.raises(rapt.OptionError, match=r"dropout_draw = another tensor; allowed: int64 of shape \[2\]"):
+            OPS.attention_lse(q, k, v, dropout_p=0.4, dropout_draw=draw)
+    with pytest.raises(rapt.DeviceError, match="dropout_draw"):
+        OPS.attention_lse(q.cpu(), k.cpu(), v.cpu(), dropout_p=0.4, dropout_draw=whole[:2])
 
 
 def test_sequences_drop_what_batch_entries_do():

@@ -15,7 +15,7 @@
 //! Source: Salmon, Moraes, Dror and Shaw 2011, *Parallel Random Numbers: As Easy as 1, 2, 3* (Philox 4x32-10 and its constants). Deliberately absent: a
 //! state that goes on from call to call: whoever draws seed and offset keeps it.
 
-use crate::{Error, Finite, Result};
+use crate::{Device, Error, Finite, Result};
 
 /// What the words of a counter are multiplied with.
 pub const PHILOX_MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
@@ -90,13 +90,52 @@ pub struct DropoutSeed {
     pub offset: u64,
     /// The place of the first batch entry among those of all calls with this draw: of a sequence in a ragged batch, its index there.
     pub first_batch: u32,
+    /// Where a GPU's kernels find seed and offset when they run, in place of the two numbers above.
+    pub memory: Option<DeviceDraw>,
+}
+
+/// Seed and offset in memory of a GPU: two u64 that its kernels read when they run, so that replays of one captured launch drop what each
+/// finds there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DeviceDraw {
+    device: Device,
+    address: usize,
+}
+
+impl DeviceDraw {
+    /// The draw at `address`.
+    ///
+    /// # Errors
+    /// [`Error::Option`] if the address is 0 or no multiple of 8.
+    ///
+    /// # Safety
+    /// There lie two u64 in memory of `device`, seed and offset, until every run with them has ended.
+    pub unsafe fn new(device: Device, address: usize) -> Result<Self> {
+        if address == 0 || !address.is_multiple_of(align_of::<u64>()) {
+            let allowed = "an address of two u64: a multiple of 8, not 0".into();
+            return Err(Error::Option { option: "dropout_draw", got: format!("{address:#x}"), allowed });
+        }
+        Ok(DeviceDraw { device, address })
+    }
+
+    /// Where it lies in its device's memory.
+    #[must_use]
+    pub const fn address(self) -> usize {
+        self.address
+    }
 }
 
 impl DropoutSeed {
     /// A draw, for batch entries from 0 on.
     #[must_use]
     pub const fn new(seed: u64, offset: u64) -> Self {
-        DropoutSeed { seed, offset, first_batch: 0 }
+        DropoutSeed { seed, offset, first_batch: 0, memory: None }
+    }
+
+    /// The draw that a GPU's kernels find in its memory, for batch entries from 0 on.
+    #[must_use]
+    pub const fn in_memory(draw: DeviceDraw) -> Self {
+        DropoutSeed { memory: Some(draw), ..DropoutSeed::new(0, 0) }
     }
 
     /// The same draw for what comes after so many batch entries; [`check`](DropoutSeed::check) says whether they have numbers.
@@ -105,11 +144,25 @@ impl DropoutSeed {
         DropoutSeed { first_batch: self.first_batch.wrapping_add(entries as u32), ..self }
     }
 
-    /// That `batch` entries have numbers.
+    /// That `batch` entries have numbers, and that `device` reads what lies in memory.
     ///
     /// # Errors
-    /// [`Error::Option`] if one of them would be 2^32 or more.
-    pub fn check(&self, batch: usize) -> Result<()> {
+    /// [`Error::Option`] if one of them would be 2^32 or more; [`Error::DeviceMismatch`] where the draw lies on another device;
+    /// [`Error::Unsupported`] of one that does not lie on an NVIDIA GPU.
+    pub fn check(&self, batch: usize, device: Device) -> Result<()> {
+        if let Some(DeviceDraw { device: got, .. }) = self.memory {
+            if got != device {
+                return Err(Error::DeviceMismatch { tensor: "dropout_draw", expected: device, got });
+            }
+            if !matches!(device, Device::Cuda(_)) {
+                let why = "only kernels of NVIDIA GPUs read seed and offset when they run";
+                return Err(Error::unsupported(
+                    format!("dropout_draw in memory of {device}"),
+                    why,
+                    "seed and offset as numbers",
+                ));
+            }
+        }
         if u64::from(self.first_batch) + batch as u64 <= 1 << 32 {
             return Ok(());
         }
@@ -205,8 +258,31 @@ mod tests {
     }
 
     #[test]
+    fn a_draw_in_memory_is_an_address_on_the_gpu_of_the_run() {
+        // SAFETY: nothing reads there.
+        let at = |device, address| unsafe { DeviceDraw::new(device, address) };
+        let gpu = Device::Cuda(1);
+        for address in [0, 4, 0x41] {
+            let refused = at(gpu, address).unwrap_err().to_string();
+            assert!(refused.starts_with(&format!("dropout_draw = {address:#x}; allowed: ")), "{refused}");
+        }
+        let seed = DropoutSeed::in_memory(at(gpu, 64).unwrap());
+        assert_eq!(seed.check(3, gpu), Ok(()));
+        assert!(matches!(
+            seed.after(u32::MAX as usize).check(3, gpu),
+            Err(Error::Option { option: "first_batch", .. })
+        ));
+        for device in [Device::Cuda(0), Device::Cpu] {
+            let refused = Error::DeviceMismatch { tensor: "dropout_draw", expected: device, got: gpu };
+            assert_eq!(seed.check(3, device), Err(refused));
+        }
+        let of_host = DropoutSeed::in_memory(at(Device::Cpu, 64).unwrap());
+        assert!(matches!(of_host.check(3, Device::Cpu), Err(Error::Unsupported { .. })));
+    }
+
+    #[test]
     fn a_block_is_a_function_of_every_number_that_names_it() {
-        let plain = DropoutSeed { seed: 7, offset: 3, first_batch: 2 };
+        let plain = DropoutSeed { first_batch: 2, ..DropoutSeed::new(7, 3) };
         let block = plain.of_head(1, 4).block(6, 9);
         let others = [
             DropoutSeed { seed: 8, ..plain }.of_head(1, 4).block(6, 9),

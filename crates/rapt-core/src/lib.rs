@@ -44,8 +44,8 @@ pub use certificate::{Certificate, Coverage, Disjoint, InBounds, Injective, Quan
 pub use copied::Copied;
 pub use device::Device;
 pub use dropout::{
-    Dropout, DropoutHead, DropoutSeed, PHILOX_INCREMENTS, PHILOX_MULTIPLIERS, PHILOX_ROUNDS, column_of_group,
-    group_of_column, philox,
+    DeviceDraw, Dropout, DropoutHead, DropoutSeed, PHILOX_INCREMENTS, PHILOX_MULTIPLIERS, PHILOX_ROUNDS,
+    column_of_group, group_of_column, philox,
 };
 pub use dtype::{COMPUTED, DType, Element, Number, UnknownDtypeCode, bf16_from_f64, f16_from_f64};
 pub use error::{Error, ErrorKind, Result};

@@ -109,7 +109,7 @@ pub(crate) fn check_offsets(offsets: Option<&[View<'_>; 2]>, spec: &Spec) -> Res
 /// That a run says which weights are dropped where `spec` drops some, and only there.
 pub(crate) fn check_dropout(seed: Option<DropoutSeed>, spec: &Spec) -> Result<()> {
     match (seed, spec.dropout) {
-        (Some(seed), Some(_)) => seed.check(spec.batch()),
+        (Some(seed), Some(_)) => seed.check(spec.batch(), spec.device),
         (None, None) => Ok(()),
         (None, Some(dropout)) => {
             let allowed = format!("seed and offset of the run: dropout_p is {}", dropout.p());

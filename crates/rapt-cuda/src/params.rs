@@ -236,6 +236,8 @@ pub(crate) struct DroppingParams {
     first_batch: u32,
     last: u32,
     scale: f64,
+    /// Where seed and offset lie in the GPU's memory; 0: they are those above.
+    draw: u64,
 }
 
 impl DroppingParams {
@@ -252,8 +254,9 @@ impl DroppingParams {
     /// These of a run with this draw.
     pub(crate) fn of(self, draw: Option<DropoutSeed>) -> Self {
         let halves = |x: u64| [x as u32, (x >> 32) as u32];
-        let DropoutSeed { seed, offset, first_batch } = draw.unwrap_or_default();
-        DroppingParams { seed: halves(seed), offset: halves(offset), first_batch, ..self }
+        let DropoutSeed { seed, offset, first_batch, memory } = draw.unwrap_or_default();
+        let draw = memory.map_or(0, |draw| draw.address() as u64);
+        DroppingParams { seed: halves(seed), offset: halves(offset), first_batch, draw, ..self }
     }
 }
 
@@ -274,7 +277,7 @@ impl DroppedParams {
     }
 }
 
-const _: () = assert!(size_of::<DroppedParams>() == size_of::<Params>() + 6 * 4 + 8, "DroppedParams has padding");
+const _: () = assert!(size_of::<DroppedParams>() == size_of::<Params>() + 6 * 4 + 2 * 8, "DroppedParams has padding");
 
 /// What makes numbers of the codes of one operand: `Codes` of kernels/common/codes.cuh.
 #[repr(C)]

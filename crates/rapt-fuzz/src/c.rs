@@ -164,6 +164,7 @@ impl Call {
             dropout_p: asked.dropout_p,
             dropout_seed: 0,
             dropout_offset: 0,
+            dropout_draw: null(),
         };
         Call { arena, arrays, tensors, options, quantized: None, bent: [Bent::No; 6] }
     }

@@ -235,7 +235,7 @@ fn query_heads_share_the_key_head_of_their_group_and_values_may_be_of_another_si
 fn a_dropped_probability_weighs_nothing_and_the_others_more_and_lse_knows_nothing_of_it() {
     let (k, v): (Vec<f64>, Vec<f64>) =
         ((0..40).map(|j| f64::from(j) / 20.0).collect(), (0..40).map(f64::from).collect());
-    let seed = DropoutSeed { seed: 3, offset: 1 << 35, first_batch: 9 };
+    let seed = DropoutSeed { first_batch: 9, ..DropoutSeed::new(3, 1 << 35) };
     let plain = Problem { num_q_heads: 2, softmax_scale: 1.0, ..Problem::plain(1, 1, 3, 40, 1) };
     let inputs = Inputs::plain(&[1.0, 0.5, -1.0, 0.0, 2.0, 1.5], &k, &v);
     let without = reference(&plain, &inputs);

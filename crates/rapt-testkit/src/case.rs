@@ -250,7 +250,7 @@ impl Case {
         let mut rng = Rng::new(seed ^ 0xd409);
         let p = rng.pick(&[0.1, 0.1, 0.5, 0.9, 1e-9, 1.0]);
         let first_batch = rng.pick(&[0, 7, u32::MAX - 9]);
-        Case { dropout: (p, DropoutSeed { seed: rng.bits(), offset: rng.bits(), first_batch }), ..case }
+        Case { dropout: (p, DropoutSeed { first_batch, ..DropoutSeed::new(rng.bits(), rng.bits()) }), ..case }
     }
 
     /// The random case of this seed with codes for some of q, k and v; of `dtypes` but float64.

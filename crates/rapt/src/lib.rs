@@ -68,13 +68,13 @@ pub use ragged::{
 pub use rapt_bridge as bridge;
 pub use rapt_core::{
     Alignment, Arch, BackwardOperands, BackwardPlan, BackwardSpec, BackwardTensors, BlockRange, COMPUTED, Caps, Causal,
-    Certificate, Codes, CodesForm, CodesSpec, Compiled, Compute, Copied, Cost, Coverage, DType, Device, DeviceMemory,
-    Dims, Direction, Disjoint, Dropout, DropoutSeed, Element, Error, ErrorKind, Executor, Explanation, Extent, Finite,
-    Format, GradientForms, Granularity, INT8_BLOCK, InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan,
-    Lines, MAX_RANK, MaskClass, Number, Numerics, Offload, Operands, Options, PRounding, PagesSpec, Plan, PlanPart,
-    Qkv, QuantizedFact, Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm,
-    TensorLayout, TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint,
-    prove_injective,
+    Certificate, Codes, CodesForm, CodesSpec, Compiled, Compute, Copied, Cost, Coverage, DType, Device, DeviceDraw,
+    DeviceMemory, Dims, Direction, Disjoint, Dropout, DropoutSeed, Element, Error, ErrorKind, Executor, Explanation,
+    Extent, Finite, Format, GradientForms, Granularity, INT8_BLOCK, InBounds, Injective, Kernel, KernelKey, Kv, Launch,
+    LaunchPlan, Lines, MAX_RANK, MaskClass, Number, Numerics, Offload, Operands, Options, PRounding, PagesSpec, Plan,
+    PlanPart, Qkv, QuantizedFact, Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides,
+    TensorForm, TensorLayout, TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace,
+    prove_disjoint, prove_injective,
 };
 pub use rapt_cpu::{
     BackwardLaunch, CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas,

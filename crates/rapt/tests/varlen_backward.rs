@@ -503,7 +503,7 @@ fn rows_anywhere_have_the_bits_of_packed_ones_and_holes_are_zeros() {
 fn a_sequence_drops_what_its_batch_entry_drops() {
     let engine = Engine::new(Some(2)).unwrap();
     let options = Options { dropout_p: 0.4, causal: Some(Causal::BottomRight), ..Options::default() };
-    let seed = DropoutSeed { seed: 99, offset: 5, first_batch: 3 };
+    let seed = DropoutSeed { first_batch: 3, ..DropoutSeed::new(99, 5) };
     let (q_lens, kv_lens) = ([20, 0, 33, 1], [20, 5, 40, 70]);
     let mut all = Call::<f32>::new(&q_lens, &kv_lens, Lie::Heads, false);
     all.dropout = Some(seed);

@@ -91,6 +91,7 @@ const OPTIONS: rapt_options = rapt_options {
     dropout_p: 0.0,
     dropout_seed: 0,
     dropout_offset: 0,
+    dropout_draw: null(),
 };
 
 #[test]

@@ -139,10 +139,24 @@ fn options(table: &mut Table) {
     const THIRD: usize = std::mem::offset_of!(rapt_options, compute);
     /// Before weights could be dropped.
     const FOURTH: usize = std::mem::offset_of!(rapt_options, dropout_p);
-    for size in
-        [0, 1, FIRST - 8, FIRST + 8, SECOND - 8, SECOND + 1, THIRD + 4, SIZE - 1, SIZE + 1, SIZE + 8, usize::MAX]
-    {
-        let says = format!("options.size = {size}; allowed: {FIRST} or {SECOND} or {THIRD} or {FOURTH} or {SIZE}");
+    /// Before a draw could lie in a GPU's memory.
+    const FIFTH: usize = std::mem::offset_of!(rapt_options, dropout_draw);
+    for size in [
+        0,
+        1,
+        FIRST - 8,
+        FIRST + 8,
+        SECOND - 8,
+        SECOND + 1,
+        THIRD + 4,
+        FIFTH - 8,
+        SIZE - 1,
+        SIZE + 1,
+        SIZE + 8,
+        usize::MAX,
+    ] {
+        let says =
+            format!("options.size = {size}; allowed: {FIRST} or {SECOND} or {THIRD} or {FOURTH} or {FIFTH} or {SIZE}");
         table.add(&says, RAPT_ERROR_OPTION, &says, move |call| call.options.size = size);
     }
     table.add("given: a bit that is none", RAPT_ERROR_OPTION, "given = 0x15", |call| call.options.given |= 16);
@@ -164,6 +178,19 @@ fn options(table: &mut Table) {
     }
     table.add("a seed alone", RAPT_ERROR_OPTION, "dropout_seed = 7", |call| call.options.dropout_seed = 7);
     table.add("an offset alone", RAPT_ERROR_OPTION, "dropout_offset = 7", |call| call.options.dropout_offset = 7);
+    let draw = std::ptr::without_provenance::<u64>;
+    table.add("a draw alone", RAPT_ERROR_OPTION, "dropout_draw = not NULL", move |call| {
+        call.options.dropout_draw = draw(64)
+    });
+    table.add("a draw beside a seed", RAPT_ERROR_OPTION, "dropout_seed = 7", move |call| {
+        (call.options.dropout_p, call.options.dropout_seed, call.options.dropout_draw) = (0.5, 7, draw(64));
+    });
+    table.add("a draw at an odd address", RAPT_ERROR_OPTION, "dropout_draw = 0x41", move |call| {
+        (call.options.dropout_p, call.options.dropout_draw) = (0.5, draw(0x41));
+    });
+    table.add("a draw in host memory", RAPT_ERROR_UNSUPPORTED, "dropout_draw in memory of cpu", move |call| {
+        (call.options.dropout_p, call.options.dropout_draw) = (0.5, draw(64));
+    });
     for (name, bit) in [("window_left", 4), ("window_right", 8)] {
         table.add(&format!("{name} = -1"), RAPT_ERROR_OPTION, &format!("{name} = -1"), move |call| {
             call.options.given |= bit;

@@ -128,9 +128,10 @@ fn no_field_has_moved() {
     );
     assert_eq!(size_of::<rapt_c::rapt_tensor>(), 56, "it has no size, so it cannot grow");
     check!(
-        rapt_options, 152, size 0, given 8, causal 12, layout 16, out_dtype 20, softmax_scale 24, softcap 32,
+        rapt_options, 160, size 0, given 8, causal 12, layout 16, out_dtype 20, softmax_scale 24, softcap 32,
         window_left 40, window_right 48, mask 56, sinks 64, alibi_slopes 72, lse 80, q_codes 88, k_codes 96, v_codes 104,
-        tolerance 112, compute 120, dropout_p 128, dropout_seed 136, dropout_offset 144
+        tolerance 112, compute 120, dropout_p 128, dropout_seed 136, dropout_offset 144,
+        dropout_draw 152
     );
     check!(
         rapt_codes, 56, size 0, format 8, granularity 12, block_size 16, head_dim 24, descale 32, zero_point 40,

@@ -133,6 +133,7 @@ impl Call {
             dropout_p: 0.0,
             dropout_seed: 0,
             dropout_offset: 0,
+            dropout_draw: std::ptr::null(),
         };
         let mut call = Box::new(Call {
             engine: engine.0,

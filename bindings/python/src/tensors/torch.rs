@@ -496,11 +496,6 @@ pub(crate) fn current_stream(py: Python<'_>, device: u32) -> Result<usize, Failu
     Ok(current_stream.bind(py).call1((device,))?.extract()?)
 }
 
-/// Whether torch's current stream is captured into a CUDA graph.
-pub(crate) fn is_capturing(py: Python<'_>) -> PyResult<bool> {
-    py.import(intern!(py, "torch.cuda"))?.getattr(intern!(py, "is_current_stream_capturing"))?.call0()?.is_truthy()
-}
-
 /// Tells torch's allocator that work on this stream, torch's current one, uses these tensors: memory that was allocated on
 /// another stream is then not reused before this work has passed, and the allocator knows whether it was. One of CUDA's own
 /// (`backend:cudaMallocAsync`) refuses memory that it does not know, which needs nothing; that it warns of tensors that are at

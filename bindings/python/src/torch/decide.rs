@@ -91,7 +91,6 @@ reasons! {
     /// `dropout_p` is not 0, on an Apple GPU; or it is no probability.
     Dropout => "dropout",
     /// `dropout_p` is not 0 while a CUDA graph is captured: its draw would be the same in every replay.
-    DropoutCaptured => "dropout in a CUDA graph",
     /// A forward-mode AD level is open, where a dual tensor would lose its tangent.
     ForwardAd => "forward-mode AD",
     /// `sdpa_kernel([MATH])` (or its flags) left no fused kernel.
@@ -271,19 +270,12 @@ pub(crate) struct Modes {
     pub(crate) allowed: Allowed,
     /// Whether the sizes are those of a trace: PyTorch's choice on the GPU is then foreseen, not asked.
     pub(crate) traced: bool,
-    /// Whether the stream is captured into a CUDA graph; said of calls with dropout.
-    pub(crate) capturing: bool,
 }
 
 impl Modes {
     /// Nothing out of the ordinary: the state in which a decision may be remembered.
-    pub(crate) const ORDINARY: Modes = Modes {
-        grad: false,
-        forward_ad: false,
-        allowed: Allowed { fused: true, math: true },
-        traced: false,
-        capturing: false,
-    };
+    pub(crate) const ORDINARY: Modes =
+        Modes { grad: false, forward_ad: false, allowed: Allowed { fused: true, math: true }, traced: false };
 }
 
 /// What the installed torch does on the CPU, where versions differ.
@@ -399,9 +391,6 @@ fn before_shapes<S: Size>(request: &Request<S>, modes: Modes) -> Result<Option<V
     let has_kernel = matches!(q.device, Device::Cpu | Device::Cuda(_)) && (0.0..=1.0).contains(&request.dropout_p);
     if request.dropout_p != 0.0 && !has_kernel {
         return fallback(Reason::Dropout);
-    }
-    if request.dropout_p != 0.0 && modes.capturing {
-        return fallback(Reason::DropoutCaptured);
     }
     if modes.forward_ad {
         return fallback(Reason::ForwardAd);

@@ -247,15 +247,8 @@ impl TorchKernel {
         }
         let given = Given { query: &query, key: &key, value: &value, attn_mask: mask.as_ref() };
         let call = Call { given, is_causal, scale, enable_gqa, dropout_p };
-        let has_dropout = || -> PyResult<bool> {
-            Ok((0.0..=1.0).contains(&dropout_p)
-                && match self.device {
-                    Place::Cpu => true,
-                    Place::Cuda => !torch::is_capturing(py)?,
-                    Place::Mps => false,
-                })
-        };
-        let drops_elsewhere = dropout_p != 0.0 && !has_dropout()?;
+        let has_dropout = (0.0..=1.0).contains(&dropout_p) && self.device != Place::Mps;
+        let drops_elsewhere = dropout_p != 0.0 && !has_dropout;
         if drops_elsewhere || scale.is_some_and(|scale: f64| !scale.is_finite()) {
             return Ok(None);
         }

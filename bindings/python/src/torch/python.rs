@@ -134,7 +134,6 @@ pub(crate) fn torch_decide_jagged(
         if !refuses {
             modes.allowed = request::allowed(py)?;
         }
-        modes.capturing = !traced && request::is_captured(py, &asked)?;
         let verdict = decide::decide_jagged(&asked, nests, modes, request::stock(py)?)?;
         if refuses {
             request::served(verdict, &asked, None)?;

@@ -85,7 +85,6 @@ pub(crate) fn decide_torch<S: Size>(
 where
     Failure: From<S::Fault>,
 {
-    let modes = Modes { capturing: !modes.traced && is_captured(py, asked)?, ..modes };
     decide::decide(asked, modes, stock(py)?, || choose(py, given, asked))
 }
 
@@ -139,11 +138,6 @@ pub(crate) fn forward_ad(py: Python<'_>) -> PyResult<bool> {
 pub(crate) fn modes(py: Python<'_>) -> PyResult<Modes> {
     let allowed = Modes::ORDINARY.allowed;
     Ok(Modes { grad: torch::is_grad_enabled(py)?, forward_ad: forward_ad(py)?, allowed, ..Modes::ORDINARY })
-}
-
-/// Whether a call drops weights while its stream is captured into a CUDA graph.
-pub(crate) fn is_captured<S>(py: Python<'_>, asked: &Request<S>) -> PyResult<bool> {
-    Ok(asked.dropout_p != 0.0 && matches!(asked.q.device, Device::Cuda(_)) && torch::is_capturing(py)?)
 }
 
 /// The flags behind `sdpa_kernel`. The overrideable backend is another device's: torch 2.6 leaves it on whatever is said.
@@ -392,13 +386,6 @@ pub(crate) fn served<S: Size>(
         Reason::Dropout if (0.0..=1.0).contains(&asked.dropout_p) => unsupported(
             format!("dropout_p={} is served of torch tensors on CPUs and NVIDIA GPUs alone", asked.dropout_p),
             "`dropout_p=0.0`".into(),
-        ),
-        Reason::DropoutCaptured => unsupported(
-            format!(
-                "dropout_p={} while a CUDA graph is captured, whose replays would drop the same weights",
-                asked.dropout_p
-            ),
-            "`dropout_p=0.0`, or call it outside of the capture".into(),
         ),
         Reason::Dropout => {
             Failure::option("dropout_p", asked.dropout_p.to_string(), "a probability: 0 to 1, both included")

@@ -32,8 +32,11 @@ __device__ inline PhiloxBlock philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 key0, u
 struct DroppingHead {
     PhiloxBlock of;
     u32 last;
-    __device__ DroppingHead(const Dropping& d, int batch, int head)
-        : of(philox(d.offset[0], d.offset[1], d.first_batch + (u32)batch, (u32)head, d.seed[0], d.seed[1])), last(d.last) {}
+    __device__ DroppingHead(const Dropping& d, int batch, int head) : last(d.last) {
+        u64 seed = (u64)d.seed[1] << 32 | d.seed[0], offset = (u64)d.offset[1] << 32 | d.offset[0];
+        if (d.draw) seed = d.draw[0], offset = d.draw[1];
+        of = philox((u32)offset, (u32)(offset >> 32), d.first_batch + (u32)batch, (u32)head, (u32)seed, (u32)(seed >> 32));
+    }
     __device__ PhiloxBlock block(int row, int group) const {
         return philox(of.word[2], (u32)group, of.word[3], (u32)row, of.word[0], of.word[1]);
     }

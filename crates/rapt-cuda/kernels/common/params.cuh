@@ -48,6 +48,7 @@ struct Dropping {
     u32 seed[2], offset[2];  // low halves first
     u32 first_batch, last;   // last: the largest word at which a weight is dropped
     double scale;
+    const u64* draw;  // seed and offset in memory, in place of those above; null: none
 };
 
 // Byte for byte as much of LaunchParams of params.rs as a variant reads, or its DroppedParams; the host passes the same size.

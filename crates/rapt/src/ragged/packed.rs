@@ -115,7 +115,7 @@ impl<'a> PackedTensors<'a> {
         let PackedTensors { q, k, v, codes, sinks, alibi_slopes, dropout, out, lse } = self;
         let options = Options { layout: TensorLayout::Bshd, ..*options };
         if let Some(seed) = &dropout {
-            seed.check(rows.sequences())?;
+            seed.check(rows.sequences(), q.device())?;
         }
         // What is wrong with codes is told of the whole tensors, before they are cut.
         let of_all = match codes.is_empty() {

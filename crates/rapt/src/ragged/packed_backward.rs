@@ -113,7 +113,7 @@ impl<'a> Backward<'a> {
         let tensors = check_whole(tensors, totals, &options)?;
         rows.check(totals)?;
         if let Some(seed) = &tensors.dropout {
-            seed.check(rows.sequences())?;
+            seed.check(rows.sequences(), tensors.q.device())?;
         }
         prove_apart(&tensors, others)?;
         let BackwardTensors {

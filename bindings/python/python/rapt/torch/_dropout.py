@@ -2,23 +2,24 @@
 
 One draw a call, so `torch.manual_seed`, `torch.random.fork_rng` and activation checkpointing hold of Rapt's dropout as of PyTorch's own; a call without
 dropout draws nothing. On an NVIDIA GPU the two are the seed and the offset of its generator, which are numbers of the host: nothing is waited for.
-In a trace the draw is a node of the graph, one of the CPU's generator wherever the tensors lie, and the op gets what it gives.
+In a trace the draw is a node of the graph, and while a CUDA graph is captured one of its kernels: two random numbers on the device of the tensors, which
+Rapt's kernels read there when they run, so that each replay has its own.
 """
 
 import torch
-from rapt import OptionError, UnsupportedError
+from rapt import OptionError
 
 _MOST = 2**63 - 1
 # By how much a draw moves the offset of a GPU's generator: its numbers come in blocks of four.
 _BLOCK = 4
 
 
-def draw(like=None):
-    """int64 `[2]` in host memory, from the default generator of the device of `like`; without one of the CPU."""
-    if like is None or not like.is_cuda:
+def draw(like, in_graph=False):
+    """int64 `[2]` from the default generator of the device of `like`: in host memory, but for a GPU's in a graph (`in_graph`: a trace; a capture is seen)."""
+    if not like.is_cuda:
         return torch.randint(0, _MOST, (2,), dtype=torch.int64, device="cpu")
-    if torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError("dropout while a CUDA graph is captured, whose replays would drop the same weights. Mend: `dropout_p=0.0`")
+    if in_graph or torch.cuda.is_current_stream_capturing():
+        return torch.randint(0, _MOST, (2,), dtype=torch.int64, device=like.device)
     generator = torch.cuda.default_generators[like.device.index]
     offset = generator.get_offset()
     generator.set_offset(offset + _BLOCK)

@@ -109,7 +109,7 @@ def _attend(query, key, value, dropout_p, is_causal, scale, enable_gqa, traced):
         run = torch.ops.rapt.jagged_attention
     arguments = [values(tensor).transpose(0, 1) for tensor in (query, key, value)]
     sequences = [part for tensor in (query, key, value) for part in (tensor._offsets, tensor._lengths)]
-    draw = _dropout.draw(None if traced or _modes() else arguments[0]) if dropout_p else None
+    draw = _dropout.draw(arguments[0], in_graph=traced or bool(_modes())) if dropout_p else None
     options = {"scale": scale, "enable_gqa": enable_gqa, **_dropout.words(dropout_p, draw)}
     out = run(*arguments, *sequences, is_causal, **options)
     # Not `torch.nested.nested_tensor_from_jagged`, which refuses to be traced. What is known of the lengths of q holds for the answer.

@@ -88,7 +88,7 @@ def attention(q, k, v, *, causal=None, dropout_p=None, dropout_draw=None, **opti
     """
     if dropout_p:
         if dropout_draw is None:
-            dropout_draw = _dropout.draw(None if is_traced_call(q, k, v) else q)
+            dropout_draw = _dropout.draw(q, in_graph=is_traced_call(q, k, v))
         options |= _dropout.words(dropout_p, dropout_draw)
     elif not is_traced_call(q, k, v):
         answer = _native.attention(q, k, v, causal=causal, **options)
@@ -262,7 +262,7 @@ def sdpa(
     if is_traced_call(query, key, value):
         options = {"scale": scale, "enable_gqa": enable_gqa}
         if dropout_p:
-            options |= _dropout.words(dropout_p, _dropout.draw())
+            options |= _dropout.words(dropout_p, _dropout.draw(query, in_graph=True))
         return torch.ops.rapt.scaled_dot_product_attention(query, key, value, attn_mask, is_causal, **options)
     return _native.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa

@@ -74,7 +74,7 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
         if traced or _modes():
             options = {"scale": scale, "enable_gqa": enable_gqa}
             if dropout_p:
-                options |= _dropout.words(dropout_p, _dropout.draw())
+                options |= _dropout.words(dropout_p, _dropout.draw(query, in_graph=True))
             return torch.ops.rapt.scaled_dot_product_attention(query, key, value, attn_mask, is_causal, **options)
         try:
             if _autograd.needs_grad((query, key, value, attn_mask)):

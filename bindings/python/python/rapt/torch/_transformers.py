@@ -36,11 +36,10 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True)
     # torch.compile traces this function, so it asks the native module nothing.
     needs_grad = query.device.type not in ("cpu", "cuda") and _ops.needs_grad((query, key, value, attention_mask, s_aux, position_bias))
-    captured = dropout != 0.0 and query.is_cuda and not _ops.is_traced_call(query, key, value) and torch.cuda.is_current_stream_capturing()
-    drops_elsewhere = captured or (dropout != 0.0 and query.device.type not in ("cpu", "cuda"))
+    drops_elsewhere = dropout != 0.0 and query.device.type not in ("cpu", "cuda")
     plain = not drops_elsewhere and not needs_grad and position_bias is None and cache is None
     if not plain or query.device.type not in ("cpu", "cuda"):
-        reason = "requires grad" if needs_grad else "dropout in a CUDA graph" if captured else "dropout" if drops_elsewhere else None
+        reason = "requires grad" if needs_grad else "dropout" if drops_elsewhere else None
         if reason is None:
             reason = "paged cache" if cache is not None else "position_bias" if position_bias is not None else "device"
         return _stock(

@@ -39,7 +39,7 @@ def attention(
     them from PyTorch's generator. Counted as served."""
     traced = torch.compiler.is_compiling() or _autograd._through_ops(q, k, v)
     if dropout_p and dropout_draw is None:
-        dropout_draw = _dropout.draw(None if traced else q)
+        dropout_draw = _dropout.draw(q, in_graph=traced)
     wants = _autograd.needs_grad([t for t in (q, k, v, sinks, alibi_slopes) if isinstance(t, torch.Tensor)])
     if not traced and not wants:
         answer = _native.varlen_attention(

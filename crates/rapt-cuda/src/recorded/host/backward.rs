@@ -4,20 +4,20 @@
 use rapt_core::{BackwardOperands, BackwardSpec, BackwardTensors, Causal};
 use rapt_testkit::{BackwardEngine, GradientCase, MaskCase, Places, backward_spec_of, judge_gradients};
 
-use super::dropout::DRAW;
+use super::dropout::{DRAW, in_memory};
 use super::*;
 use crate::launch::BackwardLaunch;
 use crate::variant::Pass;
 
-/// The same tensors as those of a GPU.
-fn on_gpu<'a>(tensors: &mut BackwardTensors<'a>) -> BackwardTensors<'a> {
+/// The same tensors as those of a GPU, and the draw in its memory at `place`.
+fn on_gpu<'a>(tensors: &mut BackwardTensors<'a>, place: &mut [u64; 2]) -> BackwardTensors<'a> {
     let optional = |name, view: &Option<View<'a>>| view.as_ref().map(|view| moved(name, view));
     BackwardTensors {
         mask: optional("mask", &tensors.mask),
         sinks: optional("sinks", &tensors.sinks),
         alibi_slopes: optional("alibi_slopes", &tensors.alibi_slopes),
         d_lse: optional("d_lse", &tensors.d_lse),
-        dropout: tensors.dropout,
+        dropout: tensors.dropout.map(|seed| in_memory(seed, place)),
         dq: tensors.dq.as_mut().map(|view| moved_mut("dq", view)),
         dk: tensors.dk.as_mut().map(|view| moved_mut("dk", view)),
         dv: tensors.dv.as_mut().map(|view| moved_mut("dv", view)),
@@ -35,7 +35,8 @@ fn on_gpu<'a>(tensors: &mut BackwardTensors<'a>) -> BackwardTensors<'a> {
 /// `seen`: what was launched.
 fn engine<'a>(case: &'a Case, seen: &'a Cell<Option<KernelVariant>>) -> Box<BackwardEngine<'a>> {
     Box::new(move |_: &BackwardSpec, mut tensors| {
-        let tensors = on_gpu(&mut tensors);
+        let mut place = [0; 2];
+        let tensors = on_gpu(&mut tensors, &mut place);
         let spec = backward_spec_of(&tensors, case)?;
         let plan = backend().plan_backward(&spec)?;
         let launches = plan.launch_plan::<BackwardLaunch>()?;

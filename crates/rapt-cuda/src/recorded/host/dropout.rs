@@ -1,12 +1,21 @@
 //! Forward passes that drop weights, by the kernels' own sources on this machine's processor: what the definition drops, and nothing else. Those of
 //! gradients are judged in backward.rs.
 
-use rapt_core::{Causal, DropoutSeed};
+use rapt_core::{Causal, DeviceDraw, DropoutSeed};
 
 use super::*;
 
 /// Draws of 64 bits, and places behind those of others.
-pub(super) const DRAW: DropoutSeed = DropoutSeed { seed: 0x0123_4567_89ab_cdef, offset: (5 << 32) + 1, first_batch: 3 };
+pub(super) const DRAW: DropoutSeed =
+    DropoutSeed { first_batch: 3, ..DropoutSeed::new(0x0123_4567_89ab_cdef, (5 << 32) + 1) };
+
+/// The same draw, which the kernels find at `place`.
+pub(super) fn in_memory(seed: DropoutSeed, place: &mut [u64; 2]) -> DropoutSeed {
+    *place = [seed.seed, seed.offset];
+    // SAFETY: two u64, which the caller keeps until its run has ended.
+    let draw = unsafe { DeviceDraw::new(GPU, place.as_ptr() as usize) }.unwrap();
+    DropoutSeed { first_batch: seed.first_batch, ..DropoutSeed::in_memory(draw) }
+}
 
 #[test]
 fn what_the_definition_drops_is_dropped() {
@@ -30,6 +39,12 @@ fn what_the_definition_drops_is_dropped() {
         let mut engine = engine(backend(), [kernel, Kernel::Empty], &by_16);
         for (n, case) in cases.iter().enumerate() {
             replay(&mut *engine, case).unwrap_or_else(|failure| panic!("{kernel:?} {n}: {failure}"));
+            let mut finding = |spec: &Spec, tensors: Tensors<'_>| {
+                let mut place = [0; 2];
+                let dropout = tensors.dropout.map(|seed| in_memory(seed, &mut place));
+                engine(spec, Tensors { dropout, ..tensors })
+            };
+            replay(&mut finding, case).unwrap_or_else(|failure| panic!("{kernel:?} {n} of memory: {failure}"));
         }
     }
 }
