@@ -180,7 +180,7 @@ fn options(table: &mut Table) {
     table.add("an offset alone", RAPT_ERROR_OPTION, "dropout_offset = 7", |call| call.options.dropout_offset = 7);
     let draw = std::ptr::without_provenance::<u64>;
     table.add("a draw alone", RAPT_ERROR_OPTION, "dropout_draw = not NULL", move |call| {
-        call.options.dropout_draw = draw(64)
+        call.options.dropout_draw = draw(64);
     });
     table.add("a draw beside a seed", RAPT_ERROR_OPTION, "dropout_seed = 7", move |call| {
         (call.options.dropout_p, call.options.dropout_seed, call.options.dropout_draw) = (0.5, 7, draw(64));
