@@ -56,14 +56,16 @@ def test_every_row_that_the_speed_table_asks_for_is_declared(table):
 def test_the_rows_of_the_backward_are_declared_with_their_flops(table):
     found = [row for row in table if row.kind == "backward"]
     assert all(row.groups[0] == "backward" for row in found)
-    shapes = {(row.dims, row.dtype, row.causal != "none") for row in found if row.mask == "none" and not row.window}
+    shapes = {(row.dims, row.dtype, row.causal != "none") for row in found if row.mask == "none" and not row.window and not row.softcap}
     assert shapes == {
         ("4,16,4096,128", "bf16", False), ("4,16,4096,128", "bf16", True), ("1,16,16384,128", "bf16", True), ("16,16,1024,128", "bf16", True),
         ("16,32,1024,64", "bf16", True), ("4,32,4096,64", "bf16", False), ("4,32,4096,64", "bf16", True), ("4,8,4096,256", "bf16", True),
         ("4,16,4096,96", "bf16", False), ("4,32/8,4096,128", "bf16", True), ("64,12,512,64", "f16", False), ("2,16,4096,128", "f32", False),
         ("2,16,4096,128", "f32", True), ("2,16,4096,64", "f32", False),
     }  # fmt: skip
-    assert {(row.mask, row.window) for row in found if row.peers == ("flex",)} == {("bool", 0), ("additive", 0), ("none", 1024)}
+    by_flex = {(row.mask, row.window, row.softcap) for row in found if row.peers == ("flex",)}
+    assert by_flex == {("bool", 0, 0), ("additive", 0, 0), ("none", 1024, 0), ("none", 0, 30)}
+    assert rows.baseline(named(table, "backward-d256-4096/causal/softcap30"), table) == named(table, "backward-d256-4096/causal")
     whole = named(table, "backward-d128-4096")
     assert whole.flops == 10 * 4 * 16 * 4096**2 * 128 and named(table, "backward-d128-4096/causal").flops == whole.flops // 2
     # Of five products of two sizes three have head_dim, two head_dim_v.

@@ -152,6 +152,13 @@ OPTIONS = {
     "causal from the end": {"causal": "bottom_right"},
     "window": {"window": (33, 10)},
     "softcap": {"softcap": 2.0},
+    "softcap, 32": {"q": (2, 4, 150, 32), "dim_v": 32, "softcap": 5.0, "causal": "top_left"},
+    "softcap, 96, boolean mask": {"q": (2, 4, 300, 96), "dim_v": 96, "softcap": 1.0, "mask": "bool"},
+    "softcap, 128": {"q": (2, 4, 300, 128), "dim_v": 128, "kv_len": 333, "softcap": 30.0, "causal": "bottom_right", "window": (100, 0), "sinks": True},
+    "softcap, wide heads": {"q": (2, 4, 300, 256), "dim_v": 256, "kv_len": 333, "softcap": 2.0, "causal": "bottom_right"},
+    "softcap, wide heads, odd, boolean mask": {"q": (2, 4, 150, 135), "dim_v": 201, "softcap": 50.0, "mask": "bool"},
+    "softcap, 127 and 101": {"q": (2, 4, 150, 127), "dim_v": 101, "softcap": 2.0, "scale": -0.4},
+    "softcap, biases": {"q": (2, 4, 150, 128), "dim_v": 128, "softcap": 2.0, "mask": "bfloat16"},
     "boolean mask": {"mask": "bool"},
     "mask of keys": {"mask": "bool", "mask_full": (True, False, False, True)},
     "biases": {"mask": "float32"},
@@ -230,7 +237,8 @@ def banded(like, layout):
 @pytest.mark.parametrize("zoo", ZOO)
 def test_strides_change_no_bit_and_nothing_beside_a_gradient_is_written(zoo, dtype):
     wide = dataclasses.replace(PLAIN, causal="top_left", q=(2, 4, 100, 192), dim_v=136)
-    for case in (PLAIN, wide, dataclasses.replace(PLAIN, mask="float32", sinks=True, causal="bottom_right", q=(2, 4, 77, 72), dim_v=40)):
+    capped = dataclasses.replace(PLAIN, softcap=2.0, q=(2, 4, 100, 128), dim_v=128)
+    for case in (PLAIN, wide, capped, dataclasses.replace(PLAIN, mask="float32", sinks=True, causal="bottom_right", q=(2, 4, 77, 72), dim_v=40)):
         q, k, v, options, out, lse, d_o, d_lse = problem(dataclasses.replace(case, dtype=dtype), d_lse=True)
         want = backward(d_o, q, k, v, out, lse, d_lse, options)
         turned = {name: ZOO[zoo](x) if torch.is_tensor(x) and x.dim() == 4 else x for name, x in options.items()}

@@ -9,9 +9,9 @@
 //     s = K @ q.T                            has been computed at the end of the tile before
 //     dp = V @ d_o.T                         under way
 //     dk += ds @ q                           of the tile before, under way behind it                  [ds from shared memory]
-//     p = exp2(s * c - lse + bias)           of pairs that are attended, else 0
+//     p = exp2(s * c - lse + bias)           of pairs that are attended, else 0                      [or of softcap's tanh]
 //     dv += p @ d_o                          under way
-//     ds = p * (dp - delta)                  to shared memory, for both groups
+//     ds = p * (dp - delta)                  to shared memory, for both groups                       [times what softcap lets through]
 //     dq_part = ds.T @ K                     of the tile before, under way: half of the columns each, or of 128 queries 64 each
 //     dk += ds @ q                           under way behind it                                      [ds in registers]
 //     s = K @ q.T                            of the next tile, under way behind it: dq_part to shared memory
@@ -23,7 +23,7 @@
 // p and ds are rounded to the storage dtype where they are multiplied, and nowhere else. dq_part lies in fragments, as threads hold it:
 // backward_parts.cu makes rows of them, and multiplies by softmax_scale.
 // A head with a sum that is not finite, or a lse that is not relied on, is noted: backward_mma.cu computes it again, behind this.
-// Deliberately absent: softcap and slopes, biases of 32 bits (backward_mma.cu), and head dims above 128 (backward_hopper_wide.cu).
+// Deliberately absent: slopes, biases of 32 bits or beside softcap (backward_mma.cu), and head dims above 128 (backward_hopper_wide.cu).
 
 #include "backward/hopper_weigh.cuh"
 
@@ -128,6 +128,7 @@ struct Consumer {
             const int step = h.items.step, behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;
             MaskColumns mask(b.all, sh, group * 64, 0);
+            const Exponents exponents(b.all);
             u32 before = q.stage;  // of the queries of the tile before
             OperandA<BM / 16> ds;
 #pragma unroll 1
@@ -148,7 +149,7 @@ struct Consumer {
                 for (int box = 0; box < BOXES_OF_QUERIES; box++) {
                     Accumulator<NT>& of = tiles_from<NT>(s + box * NT);
                     OperandA<KT>& weights = tiles_from<KT>(p + box * KT);
-                    exponentiate(of, (float)b.all.scale * LOG2_E, sh.lse[q.stage] + box * BOX, mask, box * NT);
+                    exponentiate(of, exponents, sh.lse[q.stage] + box * BOX, mask, box * NT);
                     if (is_partly) leave_out(of, b.all, item.first() + group * 64, i0 + box * BOX);
                     pack_weights<NT>(weights, of);
                     add_dv(weights, box, n > 0 || box > 0);
@@ -157,7 +158,7 @@ struct Consumer {
                         wgmma_wait<1>(dk);
                         mbarrier_arrive_if(sh.q_empty[before], is_first & (n > 0));
                     }
-                    weigh(tiles_from<KT>(ds + box * KT), of, tiles_from<NT>(dp + box * NT), sh.delta[q.stage] + box * BOX);
+                    weigh(tiles_from<KT>(ds + box * KT), of, tiles_from<NT>(dp + box * NT), sh.delta[q.stage] + box * BOX, exponents, sh.lse[q.stage] + box * BOX);
                     // The next box's weights would find no registers beside these.
                     if (box + 1 < BOXES_OF_QUERIES) wgmma_wait<0>(dv);
                 }

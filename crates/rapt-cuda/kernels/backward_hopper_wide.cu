@@ -92,6 +92,7 @@ struct Consumer {
             int i = item.first_tile;
             zero(dk), zero(dv);
             MaskColumns mask(b.all, sh, 0, group * NT);
+            const Exponents exponents(b.all);
 #pragma unroll 1
             for (int left = item.tiles * b.all.group; left > 0; left--, done++) {
                 const int i0 = i * BM;
@@ -102,7 +103,7 @@ struct Consumer {
 #if MASK != NO_MASK
                 mbarrier_wait(sh.mask_full, done & 1);
 #endif
-                exponentiate(s, (float)b.all.scale * LOG2_E, sh.lse[q.stage] + group * QUERIES, mask);
+                exponentiate(s, exponents, sh.lse[q.stage] + group * QUERIES, mask);
 #if MASK != NO_MASK
                 __syncwarp();
                 mbarrier_arrive_if(sh.mask_empty, is_first);
@@ -116,7 +117,7 @@ struct Consumer {
                 bar_sync(DS, CONSUMERS);
                 add_dv();
                 wgmma_wait<1>(dp);
-                weigh(weights, s, dp, sh.delta[q.stage] + group * QUERIES);
+                weigh(weights, s, dp, sh.delta[q.stage] + group * QUERIES, exponents, sh.lse[q.stage] + group * QUERIES);
                 put_weights(sh.ds[2], group * NT, weights);
                 fence_proxy_async();
                 bar_sync(DS, CONSUMERS);

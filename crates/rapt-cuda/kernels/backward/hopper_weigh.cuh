@@ -31,29 +31,48 @@ __device__ inline void leave_out(Accumulator<NT>& p, const Params& q, int key, i
 // Numbers of this thread's queries of columns 8 * nt.. of scores.
 __device__ inline float2 of_queries(const float* numbers, int nt) { return *(const float2*)(numbers + nt * 8 + lane_column((int)threadIdx.x)); }
 
+// How scores become exponents of 2, and by how much these rise with the scores: x * c, which rises by 1 in units of c; with softcap c * tanh(x * inner), by
+// 1 - tanh^2. That is found of p again, where no register keeps it: log2(p) + lse is the exponent, if no bias is in it.
+struct Exponents {
+    float c, inner;
+    __device__ Exponents(const Params& p) : c((float)(NATURAL ? p.softcap : p.scale) * LOG2_E), inner(NATURAL ? (float)(p.scale * p.inverse_softcap) : 1.f) {
+        static_assert(!NATURAL || MASK != ADDITIVE_MASK, "the bias would be taken for a part of the score");
+    }
+    __device__ float below(float x, float lse) const { return __fmaf_rn(NATURAL ? hyperbolic_tangent(x * inner) : x, c, -lse); }
+    // A p of 0 has no logarithm, and its ds is 0 whatever rises.
+    __device__ float rises(float p, float lse) const {
+        const float t = __fdividef(log2_approx(fmaxf(p, LEAST)) + lse, c);
+        return __fmaf_rn(-t, t, 1);
+    }
+    static constexpr float LEAST = 1.17549435e-38f;
+};
+
 // Scores become p: tiles of 8 columns from `first` on of those that `mask` knows.
 template <int NT>
-__device__ inline void exponentiate(Accumulator<NT>& s, float c, const float* lse, MaskColumns& mask, int first = 0) {
+__device__ inline void exponentiate(Accumulator<NT>& s, const Exponents& exponents, const float* lse, MaskColumns& mask, int first = 0) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
         const float2 of = of_queries(lse, nt);
         mask.load(first + nt);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            s[nt][r * 2] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2], c, -of.x), first + nt, r, 0));
-            s[nt][r * 2 + 1] = exp2_approx(mask.applied(__fmaf_rn(s[nt][r * 2 + 1], c, -of.y), first + nt, r, 1));
+            s[nt][r * 2] = exp2_approx(mask.applied(exponents.below(s[nt][r * 2], of.x), first + nt, r, 0));
+            s[nt][r * 2 + 1] = exp2_approx(mask.applied(exponents.below(s[nt][r * 2 + 1], of.y), first + nt, r, 1));
         }
     }
 }
 // ds, as an operand.
 template <int NT>
-__device__ inline void weigh(OperandA<NT / 2>& ds, const Accumulator<NT>& p, const Accumulator<NT>& dp, const float* delta) {
+__device__ inline void weigh(
+    OperandA<NT / 2>& ds, const Accumulator<NT>& p, const Accumulator<NT>& dp, const float* delta, const Exponents& exponents, const float* lse
+) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
-        const float2 of = of_queries(delta, nt);
+        const float2 of = of_queries(delta, nt), lse_of = NATURAL ? of_queries(lse, nt) : float2{};
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float low = p[nt][r * 2] * (dp[nt][r * 2] - of.x), high = p[nt][r * 2 + 1] * (dp[nt][r * 2 + 1] - of.y);
+            float low = p[nt][r * 2] * (dp[nt][r * 2] - of.x), high = p[nt][r * 2 + 1] * (dp[nt][r * 2 + 1] - of.y);
+            if (NATURAL) low *= exponents.rises(p[nt][r * 2], lse_of.x), high *= exponents.rises(p[nt][r * 2 + 1], lse_of.y);
             ds[operand_tile(nt)][operand_word(nt, r)] = pack(low, high);
         }
     }

@@ -1,16 +1,16 @@
 //! From a spec of gradients to what is launched for it.
 //!
-//! float16 and bfloat16 with head dims up to 256 on compute capability 9.0, of which dq, dk and dv are asked, with or without a mask of booleans or of 16 bits
-//! → backward_hopper.cu, or beyond 128 backward_hopper_wide.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu, which on compute capability 9.0 leaves
+//! float16 and bfloat16 with head dims up to 256 on compute capability 9.0, of which dq, dk and dv are asked, with or without a mask of booleans or of 16 bits,
+//! and with softcap beside none or booleans → backward_hopper.cu, or beyond 128 backward_hopper_wide.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu, which on compute capability 9.0 leaves
 //! float32 to backward_halves.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
 //! head dims alone, and what fits a block: the bits of a gradient depend neither on the batch nor on strides.
 
 use rapt_core::{
-    Arch, BackwardPlan, BackwardSpec, Cost, DType, Device, Direction, Error, Kernel, KernelKey, MaskClass, PRounding,
-    Result, Spec, TensorSpec,
+    Arch, BackwardPlan, BackwardSpec, Cost, DType, Device, Direction, Error, Finite, Kernel, KernelKey, MaskClass,
+    PRounding, Result, Spec, TensorSpec,
 };
 
-use super::tensor_cores::{is_natural, mask_class, padded_dims, sequences};
+use super::tensor_cores::{has_ordinary_scale, is_natural, mask_class, padded_dims, sequences};
 use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
 use crate::access::moves_by;
 use crate::backward::{
@@ -110,13 +110,18 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
     let storage = forward.numerics.storage;
     let dim = forward.head_dim().max(forward.head_dim_v());
     let mask = forward.mask.map(|mask| mask.dtype);
+    // What a score rises by is found of its weight again: to the base 2, beside its lse.
+    let softcap = forward.softcap.map(Finite::get);
+    let is_known = softcap.is_none_or(|cap| (1.0..1e6).contains(&cap) && mask_class(forward) != MaskClass::Additive);
     let serves = caps.arch == Arch::Sm90a
         && matches!(storage, DType::F16 | DType::BF16)
         && spec.d_o().dtype == storage
         && matches!(mask, None | Some(DType::Bool | DType::F16 | DType::BF16))
         && forward.dropout.is_none()
         && forward.varlen.is_none()
-        && !is_natural(forward, MaskClass::None)
+        && is_known
+        && forward.alibi_slopes.is_none()
+        && has_ordinary_scale(forward)
         && dim <= HOPPER_WIDE_DIM
         && [spec.dq(), spec.dk(), spec.dv()].iter().all(Option::is_some)
         && [forward.q_len(), forward.kv_len(), forward.head_dim(), forward.head_dim_v()].iter().all(|n| *n > 0);
@@ -125,7 +130,7 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
     }
     let of_dims = KernelVariant {
         algorithm: Algorithm::BackwardHopper,
-        natural: false,
+        natural: softcap.is_some(),
         dims: padded_dims(forward),
         ..KernelVariant::backward(caps.arch, storage, mask, Pass::Together)
     };
@@ -193,8 +198,8 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let items = together.map(|variant| HopperItems::new(spec, variant.block_n as usize, multiprocessors));
     if let Some((variant, items)) = together.zip(items) {
         push(variant, 0, items.count().min(multiprocessors), 0)?;
-        let parts =
-            KernelVariant { dims: variant.dims, block_m: ROWS_OF_BLOCK as u32, natural: false, ..generic(Pass::Parts) };
+        let KernelVariant { dims, natural, .. } = variant;
+        let parts = KernelVariant { dims, natural, block_m: ROWS_OF_BLOCK as u32, ..generic(Pass::Parts) };
         push(parts, 0, matrices.saturating_mul(row_blocks), 0)?;
     }
     let passes = [

@@ -22,7 +22,12 @@ pub(super) fn mask_class(spec: &Spec) -> MaskClass {
 /// Whether scores need their scale before the exponent: something is added to them, or it is no ordinary positive number.
 pub(super) fn is_natural(spec: &Spec, mask: MaskClass) -> bool {
     let plain = spec.softcap.is_none() && spec.alibi_slopes.is_none() && mask != MaskClass::Additive;
-    !(plain && (1e-30..1e30).contains(&spec.softmax_scale.get()))
+    !(plain && has_ordinary_scale(spec))
+}
+
+/// Whether the scale may go into the exponent.
+pub(super) fn has_ordinary_scale(spec: &Spec) -> bool {
+    (1e-30..1e30).contains(&spec.softmax_scale.get())
 }
 
 /// head_dim and head_dim_v, rounded up to 16.

@@ -3,8 +3,8 @@
 The definition's (rapt._reference.gradients), in f64 on the GPU, of the query heads of one key head of one batch entry, in blocks of
 queries, so that long rows fit in memory: the last of both, which a mistake in an offset reaches first. The tolerance is that of
 docs/reference/numerics.md from torch's own error on that slice: flash's, where it does not take the row the memory-efficient kernel's,
-and else the math path's. Of dq, dk and dv each has its limit; the error that is kept is the largest beside its own. Beside the slice
-everything must be finite, and near what a peer that passed gives. Deliberately absent: timing, and softcap, which torch has not.
+and else the math path's; with softcap that of the formula written in torch's operations. Of dq, dk and dv each has its limit; the error that is kept is the largest beside its own. Beside the slice
+everything must be finite, and near what a peer that passed gives. Deliberately absent: timing.
 """
 
 import warnings
@@ -67,7 +67,7 @@ class Judge:
             queries = torch.arange(first, min(first + block, row.q_len), device=self.gpu.where)
             mask = self.mask(tensors, queries)
             mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
-            made = self.rule.gradients(d_o[:, :, queries], q[:, :, queries], k, v, mask=mask)
+            made = self.rule.gradients(d_o[:, :, queries], q[:, :, queries], k, v, mask=mask, softcap=row.softcap or None)
             dq[:, :, queries] = made[0]
             dk += made[1]
             dv += made[2]
@@ -80,6 +80,10 @@ class Judge:
 
         torch, row = self.gpu.torch, self.row
         d_o, *qkv = self.sliced(tensors)
+        if row.softcap:
+            leaves = [x.detach().requires_grad_() for x in qkv]
+            with torch.enable_grad():
+                return torch.autograd.grad(self.capped(tensors, *leaves), leaves, d_o), "the formula in torch's operations"
         options = {"is_causal": row.causal == "top_left"}
         if tensors.mask is not None or row.window or row.causal == "bottom_right":
             options = {"attn_mask": self.mask(tensors, torch.arange(row.q_len, device=self.gpu.where))}
@@ -95,6 +99,15 @@ class Judge:
             except RuntimeError as error:
                 refused = error
         raise refused
+
+    def capped(self, tensors, q, k, v):
+        """Attention with softcap, in the storage dtype but for the softmax."""
+        torch, cap = self.gpu.torch, self.row.softcap
+        score = cap * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / cap)
+        mask = self.mask(tensors, torch.arange(self.row.q_len, device=self.gpu.where))
+        if mask is not None:
+            score = score.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else score + mask
+        return torch.softmax(score, -1, dtype=torch.float32).to(v.dtype) @ v
 
     def error(self, made):
         """How far gradients are off: of the one that is nearest to its limit."""

@@ -334,6 +334,7 @@ def baseline(row, rows):
         plain(row, layout="contiguous") if row.layout != "contiguous" else None,
         plain(row, dropout=0.0) if row.dropout else None,
         plain(row, window=0) if row.window else None,
+        plain(row, softcap=0.0) if row.softcap else None,
         plain(row, mask="none") if row.mask != "none" else None,
         plain(row, causal="none") if row.causal != "none" else None,
     ):
