@@ -1,9 +1,9 @@
 // What gradients need of each row: delta, and what its probabilities are recomputed from; and the gradients of the sinks, which need no more.
 //
-//   PASS ROWS    64 rows a block, 8 lanes a row    delta = sum d_o*out - d_lse;  top = lse
+//   PASS ROWS    64 rows a block, 4 lanes a row    delta = sum d_o*out - d_lse;  top = lse
 //   PASS SINKS   a block a head   d_sink = -sum p_sink*delta, over rows and batch entries in one order
 //
-// A row whose lse is -inf attends nothing: what arrives there is not read. In a lse beyond LARGE the logarithm of the sum drowns; such a row
+// A row whose lse is -inf attends nothing: what arrives there counts for nothing. In a lse beyond LARGE the logarithm of the sum drowns; such a row
 // gets its maximum and its sum anew, from its own keys: a lane a key. Deliberately absent: any product but of those rows.
 
 #include "backward/sequences.cuh"
@@ -11,7 +11,7 @@
 
 #define ROWS 0
 #define SINKS 4
-constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS_OF_BLOCK = 64, LANES = 8;
+constexpr int THREADS = 256, WARPS = THREADS / 32, LANES = 4, ROWS_OF_BLOCK = THREADS / LANES;
 constexpr Acc LARGE = LARGE_LSE;
 
 // The maximum and the sum of exponentials of keys so far.
@@ -53,45 +53,52 @@ __device__ inline Largest largest_of(const BackwardParams& b, int batch, int hea
     return of;
 }
 
-// sum d_o*out of a row, by its lanes, 4 columns each; 0 where it is not read.
-__device__ inline Acc delta_of(const BackwardParams& b, int batch, int head, int i, bool is_read) {
+// sum d_o*out of row i by its lanes, 8 columns a lane at a time: all that is loaded of 128 columns is under way at once.
+__device__ inline Acc delta_of(const BackwardParams& b, int batch, int head, int i) {
     const Params& p = b.all;
     const i64 d_o = row_offset(b.d_o_stride, batch, head, i), out = row_offset(p.out_stride, batch, head, i);
-    const int dim = is_read ? p.head_dim_v : 0, from = threadIdx.x % LANES * 4;
+    const int dim = p.head_dim_v, from = threadIdx.x % LANES * 8;
     Acc sum = 0;
 #if STORAGE == F16 || STORAGE == BF16
     if (b.rows_wide) {
-#pragma unroll 4
-        for (int c = from; c < dim; c += LANES * 4) {
-            const uint2 x = *(const uint2*)((const Elem*)b.d_o + d_o + c), y = *(const uint2*)((const Elem*)p.out + out + c);
+        constexpr int UNITS = 128 / (LANES * 8);
+#pragma unroll 1
+        for (int first = from; first < dim; first += UNITS * LANES * 8) {
+            uint4 x[UNITS], y[UNITS];
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const u32 shift = e % 2 * 16;
-                sum = fused(widen((Elem)((e < 2 ? x.x : x.y) >> shift)), widen((Elem)((e < 2 ? y.x : y.y) >> shift)), sum);
+            for (int n = 0; n < UNITS; n++) {
+                const int c = first + n * LANES * 8;
+                if (c >= dim) continue;
+                x[n] = *(const uint4*)((const Elem*)b.d_o + d_o + c), y[n] = *(const uint4*)((const Elem*)p.out + out + c);
+            }
+#pragma unroll
+            for (int n = 0; n < UNITS; n++) {
+                if (first + n * LANES * 8 >= dim) continue;
+                const u32 of_x[4] = {x[n].x, x[n].y, x[n].z, x[n].w}, of_y[4] = {y[n].x, y[n].y, y[n].z, y[n].w};
+#pragma unroll
+                for (int e = 0; e < 8; e++) {
+                    const u32 shift = e % 2 * 16;
+                    sum = fused(widen((Elem)(of_x[e / 2] >> shift)), widen((Elem)(of_y[e / 2] >> shift)), sum);
+                }
             }
         }
         return sum_of_lanes<LANES>(sum);
     }
 #endif
     // In the same order.
-    for (int first = from; first < dim; first += LANES * 4) {
-        for (int c = first; c < min(first + 4, dim); c++) {
+    for (int first = from; first < dim; first += LANES * 8)
+        for (int c = first; c < min(first + 8, dim); c++) {
             const Acc arriving = load_as(b.d_o, p.out_dtype, d_o + c * b.d_o_stride[3]);
             sum = fused(arriving, load_as(p.out, p.out_dtype, out + c * p.out_stride[3]), sum);
         }
-    }
     return sum_of_lanes<LANES>(sum);
 }
 
-// A row's state, by its lanes.
-__device__ inline RowState state_of(const BackwardParams& b, int batch, int head, int i) {
+// The state of row i, by its lanes, from its lse and its sum of d_o*out, which says nothing where lse is -inf: that may be NaN.
+__device__ inline RowState state_of(const BackwardParams& b, int batch, int head, int i, Acc lse, Acc sum) {
     const Params& p = b.all;
     RowState state = {positive_infinity(), 0, 0, 1};
-    // Behind the last row nothing is attended.
-    const bool is_row = i < p.q_len;
-    const Acc lse = is_row ? ((const Acc*)p.lse)[batch * p.lse_stride[0] + head * p.lse_stride[1] + i * p.lse_stride[2]] : negative_infinity();
     const bool is_read = lse != negative_infinity();
-    const Acc sum = delta_of(b, batch, head, i, is_read);
     if (is_read) {
         // An infinite lse has no probabilities.
         state.top = lse == positive_infinity() ? (Acc)not_a_number() : lse, state.delta = sum;
@@ -119,17 +126,18 @@ __device__ inline void find_states(const BackwardParams& b) {
     for (i64 at = (i64)blockIdx.x * THREADS + threadIdx.x; at < b.zeroed_words; at += (i64)gridDim.x * THREADS) b.zeroed[at] = 0;
     const int matrix = blockIdx.x / b.units, first = (blockIdx.x - matrix * b.units) * ROWS_OF_BLOCK;
     const int batch = matrix / p.heads, head = matrix - batch * p.heads;
-#pragma unroll 1
-    for (int i = first + threadIdx.x / LANES; i < first + ROWS_OF_BLOCK; i += THREADS / LANES) {
-        const RowState state = state_of(b, batch, head, i);
-        if (threadIdx.x % LANES != 0) continue;
-        if (i < p.q_len) b.states[state_index(p, batch, head, i)] = state;
+    const int i = first + threadIdx.x / LANES;
+    // Behind the last row nothing is attended; what is read there is the last one's.
+    const i64 of_lse = batch * p.lse_stride[0] + head * p.lse_stride[1] + i * p.lse_stride[2];
+    const Acc lse = i < p.q_len ? ((const Acc*)p.lse)[of_lse] : negative_infinity();
+    const RowState state = state_of(b, batch, head, i, lse, delta_of(b, batch, head, min(i, p.q_len - 1)));
+    if (threadIdx.x % LANES != 0) return;
+    if (i < p.q_len) b.states[state_index(p, batch, head, i)] = state;
 #if STORAGE == F16 || STORAGE == BF16
-        if (b.log2_lse == nullptr) continue;
-        float* lse = b.log2_lse + (i64)matrix * b.padded_rows + i;
-        lse[0] = __fmaf_rn(state.top, LOG2_E, state.log2_sum), lse[(i64)b.batch * p.heads * b.padded_rows] = state.delta;
+    if (b.log2_lse == nullptr) return;
+    float* to = b.log2_lse + (i64)matrix * b.padded_rows + i;
+    to[0] = __fmaf_rn(state.top, LOG2_E, state.log2_sum), to[(i64)b.batch * p.heads * b.padded_rows] = state.delta;
 #endif
-    }
 }
 
 // A block's sink.

@@ -218,8 +218,8 @@ impl BackwardParams {
         let wide = |tensor: Option<&TensorSpec<4>>| {
             i32::from(tensor.is_some_and(|tensor| tensor.dtype.size_bytes() == 2 && moves_by(tensor, 16)))
         };
-        let by_8 = |tensor: &TensorSpec<4>| tensor.dtype == forward.numerics.storage && moves_by(tensor, 8);
-        let rows_wide = forward.numerics.storage.size_bytes() == 2 && by_8(spec.d_o()) && by_8(&forward.out);
+        let by_16 = |tensor: &TensorSpec<4>| tensor.dtype == forward.numerics.storage && moves_by(tensor, 16);
+        let rows_wide = forward.numerics.storage.size_bytes() == 2 && by_16(spec.d_o()) && by_16(&forward.out);
         let [d_o, d_lse, dq, dk, dv, d_mask, d_sinks, states] = [0; 8];
         BackwardParams {
             all: DroppedParams { params: all, dropping: DroppingParams::new(forward.dropout) },

@@ -36,7 +36,7 @@ struct BackwardParams {
     int batch, kv_heads, units;         // units: blocks of own rows of a head
     int dq_pairs, dk_pairs, dv_pairs;   // whether rows of a gradient can be written two elements at a time
     int dq_wide, dk_wide, dv_wide;      // the same, 16 bytes at a time
-    int rows_wide;                      // whether rows of d_o and out can be read 8 bytes at a time, in the storage dtype
+    int rows_wide;                      // whether rows of d_o and out can be read 16 bytes at a time, in the storage dtype
     int padded_rows, zeroed_words;
     int again;                          // blocks of a launch of all, of one that computes odd heads again
     int padding;
