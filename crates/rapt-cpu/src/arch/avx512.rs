@@ -40,8 +40,10 @@ intrinsics! {
     }
     /// Words of even lanes and of odd ones as lanes.
     fn in_order(words: [__m512i; 2]) -> __m512i {
-        _mm512_mask_blend_epi32(0xAAAA, words[0], _mm512_slli_epi64::<32>(words[1]))
+        integers(_mm512_mask_moveldup_ps(_mm512_castsi512_ps(words[0]), 0xAAAA, _mm512_castsi512_ps(words[1])))
     }
+    /// The high halves of 64 bits, as low ones: moved, not shifted, as shifts keep the unit busy that multiplies.
+    fn high_words(x: __m512i) -> __m512i { integers(_mm512_movehdup_ps(_mm512_castsi512_ps(x))) }
     fn sum_interleaved(a: __m512, b: __m512) -> __m512 {
         _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
     }
@@ -85,7 +87,7 @@ impl Simd for Avx512F32 {
         fn multiply_words(a: [__m512i; 2], b: u32) -> [[__m512i; 2]; 2] {
             let b = _mm512_set1_epi32(b.cast_signed());
             let low = [_mm512_mul_epu32(a[0], b), _mm512_mul_epu32(a[1], b)];
-            [[_mm512_srli_epi64::<32>(low[0]), _mm512_srli_epi64::<32>(low[1])], low]
+            [[high_words(low[0]), high_words(low[1])], low]
         }
         fn drop_lanes(p: __m512, words: [__m512i; 2], last: u32) -> __m512 {
             let dropped = _mm512_cmple_epu32_mask(in_order(words), _mm512_set1_epi32(last.cast_signed()));
