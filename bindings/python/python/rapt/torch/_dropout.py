@@ -14,9 +14,10 @@ _MOST = 2**63 - 1
 _BLOCK = 4
 
 
-def draw(like, in_graph=False):
-    """int64 `[2]` from the default generator of the device of `like`: in host memory, but for a GPU's in a graph (`in_graph`: a trace; a capture is seen)."""
-    if not like.is_cuda:
+def draw(like=None, in_graph=False):
+    """int64 `[2]` from the default generator of the device of `like`, without one of the CPU: in host memory, but for a GPU's in a graph (`in_graph`: a
+    trace; a capture is seen)."""
+    if like is None or not like.is_cuda:
         return torch.randint(0, _MOST, (2,), dtype=torch.int64, device="cpu")
     if in_graph or torch.cuda.is_current_stream_capturing():
         return torch.randint(0, _MOST, (2,), dtype=torch.int64, device=like.device)
