@@ -253,6 +253,23 @@ def test_strides_change_no_bit_and_nothing_beside_a_gradient_is_written(zoo, dty
                     place[1](name)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+def test_rows_behind_the_last_and_dead_ones_send_no_head_to_another_kernel(dim, softcap):
+    # 300 rows are no whole tiles, 320 are. Rows to which nothing arrives add exactly nothing: a head that was computed again, by another kernel, has other bits.
+    q, k, v, d_o = (new(1, 2, 384, dim, seed=n) for n in range(4))
+    d_o[:, :, 300:] = 0
+    gradients = []
+    for rows, mask in ((384, None), (300, None), (384, torch.arange(384, device="cuda")[:, None] < 300)):
+        mask = None if mask is None else mask.expand(384, 384)
+        one, arriving = q[:, :, :rows], d_o[:, :, :rows]
+        out, lse = rapt.attention(one, k, v, softcap=softcap, mask=mask, return_lse=True)
+        dq, dk, dv = rapt.attention_backward(arriving, one, k, v, out, lse, softcap=softcap, mask=mask)
+        gradients.append((dq[:, :, :300], dk, dv))
+    for name, whole, *others in zip(NAMES, *gradients):
+        assert all(torch.equal(whole, other) for other in others), name
+
+
 @pytest.mark.parametrize("dtype, dim", [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 64), (torch.float32, 128)], ids=str)
 def test_bits_are_the_same_every_time_and_whatever_lies_beside(dtype, dim):
     case = dataclasses.replace(PLAIN, dtype=dtype, q=(3, 6, 300, dim), dim_v=dim, kv_len=333, causal="bottom_right", sinks=True)

@@ -128,7 +128,7 @@ struct Consumer {
             const int step = h.items.step, behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;
             MaskColumns mask(b.all, sh, group * 64, 0);
-            const Exponents exponents(b.all);
+            const Exponents exponents(b.all.scale, b.all.softcap, b.all.inverse_softcap);
             u32 before = q.stage;  // of the queries of the tile before
             OperandA<BM / 16> ds;
 #pragma unroll 1

@@ -92,7 +92,7 @@ struct Consumer {
             int i = item.first_tile;
             zero(dk), zero(dv);
             MaskColumns mask(b.all, sh, 0, group * NT);
-            const Exponents exponents(b.all);
+            const Exponents exponents(b.all.scale, b.all.softcap, b.all.inverse_softcap);
 #pragma unroll 1
             for (int left = item.tiles * b.all.group; left > 0; left--, done++) {
                 const int i0 = i * BM;

@@ -14,6 +14,7 @@ macro_rules! files {
 pub(crate) const FILES: &[(&str, &str)] = files![
     "append.cu",
     "backward.cu",
+    "backward/hopper_exponents.cuh",
     "backward/hopper_items.cuh",
     "backward/hopper_load.cuh",
     "backward/hopper_mask.cuh",

@@ -632,7 +632,7 @@ fn gradients_under_masks_of_booleans_and_of_16_bits_are_computed_together_on_hop
         }
         // Beside softcap what a score rises by is found of its weight, in which a bias would be too.
         let has_bias = matches!(mask, Some(DType::F16 | DType::BF16));
-        for (head_dim, tile) in [(32, [128; 2]), (64, [64, 128]), (128, [64, 128]), (256, [64; 2])] {
+        for (head_dim, tile) in [(32, [64, 128]), (64, [64, 128]), (128, [64, 128]), (256, [64; 2])] {
             let capped = together(Arch::Sm90a, mask, head_dim, 512, &plain.with_softcap(30.0));
             assert_eq!(capped.is_none(), has_bias);
             assert!(capped.is_none_or(|variant| variant.natural && [variant.block_m, variant.block_n] == tile));

@@ -2,6 +2,7 @@
 // a warp; columns are queries.
 
 #pragma once
+#include "backward/hopper_exponents.cuh"
 #include "backward/hopper_mask.cuh"
 #include "common/softmax.cuh"
 #include "hopper/wgmma.cuh"
@@ -30,22 +31,6 @@ __device__ inline void leave_out(Accumulator<NT>& p, const Params& q, int key, i
 
 // Numbers of this thread's queries of columns 8 * nt.. of scores.
 __device__ inline float2 of_queries(const float* numbers, int nt) { return *(const float2*)(numbers + nt * 8 + lane_column((int)threadIdx.x)); }
-
-// How scores become exponents of 2, and by how much these rise with the scores: x * c, which rises by 1 in units of c; with softcap c * tanh(x * inner), by
-// 1 - tanh^2. That is found of p again, where no register keeps it: log2(p) + lse is the exponent, if no bias is in it.
-struct Exponents {
-    float c, inner;
-    __device__ Exponents(const Params& p) : c((float)(NATURAL ? p.softcap : p.scale) * LOG2_E), inner(NATURAL ? (float)(p.scale * p.inverse_softcap) : 1.f) {
-        static_assert(!NATURAL || MASK != ADDITIVE_MASK, "the bias would be taken for a part of the score");
-    }
-    __device__ float below(float x, float lse) const { return __fmaf_rn(NATURAL ? hyperbolic_tangent(x * inner) : x, c, -lse); }
-    // A p of 0 has no logarithm, and its ds is 0 whatever rises.
-    __device__ float rises(float p, float lse) const {
-        const float t = __fdividef(log2_approx(fmaxf(p, LEAST)) + lse, c);
-        return __fmaf_rn(-t, t, 1);
-    }
-    static constexpr float LEAST = 1.17549435e-38f;
-};
 
 // Scores become p: tiles of 8 columns from `first` on of those that `mask` knows.
 template <int NT>

@@ -184,10 +184,9 @@ impl KernelVariant {
         if self.is_tall() { self.dq_columns() } else { 2 * self.dq_columns() }
     }
 
-    /// Whether backward_hopper.cu takes 128 queries a tile of a head and not 64. Beside softcap wider heads spilled 68 bytes (NVRTC 13.2).
+    /// Whether backward_hopper.cu takes 128 queries a tile of a head and not 64. Beside softcap that spilled 4 to 68 bytes (NVRTC 13.2).
     pub(crate) const fn is_tall(&self) -> bool {
-        let most = if self.natural { BOX_COLUMNS / 2 } else { BOX_COLUMNS };
-        self.dims.0 <= most && self.dims.1 <= most
+        !self.natural && self.dims.0 <= BOX_COLUMNS && self.dims.1 <= BOX_COLUMNS
     }
 
     /// Whether backward_hopper.cu has registers for weights of dk as operands, which go with their tile of queries.
