@@ -170,7 +170,8 @@ impl DropoutSeed {
         Err(Error::Option { option: "first_batch", got: self.first_batch.to_string(), allowed })
     }
 
-    /// The blocks of one query head; `batch` counts from [`first_batch`](DropoutSeed::first_batch) on.
+    /// The blocks of one query head, by the two numbers: what lies in memory is a GPU's to read. `batch` counts from
+    /// [`first_batch`](DropoutSeed::first_batch) on.
     #[inline]
     #[must_use]
     pub fn of_head(&self, batch: usize, head: usize) -> DropoutHead {
