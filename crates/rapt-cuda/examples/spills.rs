@@ -13,7 +13,7 @@ use std::collections::HashSet;
 use std::error::Error;
 use std::num::NonZero;
 
-use common::{backward_spec, caps, spec, spec_of_cache};
+use common::{backward_spec, backward_spec_of_varlen, caps, spec, spec_of_cache};
 use rapt_core::{Arch, Causal, DType, Options};
 use rapt_cuda::{KernelVariant, backward_variants, build_all, variants};
 
@@ -35,6 +35,10 @@ fn forms() -> Result<Vec<KernelVariant>, Box<dyn Error>> {
                     }
                 }
             }
+            for options in [&plain, &capped] {
+                let spec = backward_spec_of_varlen(DType::BF16, [8, 2, 9000, 9000], head_dim, options);
+                all.extend(backward_variants(&spec, &caps(Arch::Sm90a))?);
+            }
             // Caches without softcap and slopes: pages that TMA loads, pages whose rows are gathered, and none.
             let dtypes: &[DType] = if head_dim == padded { &[DType::BF16, DType::F32] } else { &[DType::BF16] };
             for (dtype, page_size) in dtypes.iter().flat_map(|dtype| [0, 1, 16].map(|page_size| (*dtype, page_size))) {
@@ -55,7 +59,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     forms.retain(|variant| variant.to_string().contains(&word));
     // Some at a time, so that there is something to read.
     for some in forms.chunks(4 * std::thread::available_parallelism().map_or(1, NonZero::get)) {
-        for built in build_all(some, None)? {
+        for built in build_all(some, std::env::var_os("KEEP").as_deref().map(std::path::Path::new))? {
             let facts = built.facts;
             println!("{}: {} registers, {} bytes spilled", facts.variant, facts.registers, facts.spilled_bytes);
             count += 1;

@@ -219,7 +219,7 @@ __device__ inline void run(const BackwardParams& b, Shared& sh) {
     ByP by_p;
     multiply(b, sh, by_ds, by_p);
     const Block block(b, blockIdx.x);
-    if (by_ds.has_non_finite() || by_p.has_non_finite()) note_odd(b, block.batch, block.kv_head);
+    if (by_ds.has_non_finite() || by_p.has_non_finite()) note_odd(b, entry_of(block.batch, block.own.sequence), block.kv_head);
     store(b, block, by_ds, by_p);
 }
 

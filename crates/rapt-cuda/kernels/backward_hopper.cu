@@ -102,11 +102,12 @@ struct Consumer {
     }
     __device__ void store(const Item& item) const {
         const BackwardParams& b = h.b;
-        if (non_finite(dk) + non_finite(dv) != 0) note_odd(b, item.batch, item.kv_head);
+        const int kv_len = kv_len_of(h.items, item);
+        if (non_finite(dk) + non_finite(dv) != 0) note_odd(b, entry_of(item), item.kv_head);
         const int first = item.first() + group * 64;
         Elem* const tile = sh.ds[0] + group * 64 * BOX;
-        store_rows<2>(tile, dk, rows_of_keys(b.dk, b.dk_stride, item, first, b.all.kv_len, b.all.head_dim, b.dk_wide), (float)b.all.scale);
-        store_rows<2>(tile, dv, rows_of_keys(b.dv, b.dv_stride, item, first, b.all.kv_len, b.all.head_dim_v, b.dv_wide), 1);
+        store_rows<2>(tile, dk, rows_of_keys(b.dk, b.dk_stride, item, first, kv_len, b.all.head_dim, b.dk_wide), (float)b.all.scale);
+        store_rows<2>(tile, dv, rows_of_keys(b.dv, b.dv_stride, item, first, kv_len, b.all.head_dim_v, b.dv_wide), 1);
     }
 
     __device__ void run() {
@@ -120,11 +121,12 @@ struct Consumer {
             if (item.tile < 0) break;
             if (item.tiles == 0) {
                 mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
-                store_nothing(b, item);
+                store_nothing(b, item, kv_len_of(h.items, item));
                 continue;
             }
             begin_item(*this, s);
-            const int whole_from = ::whole_from(h.items, item), whole_to = ::whole_to(h.items, item);
+            const Extent extent = extent_of(h.items, sh.items[round % 2]);
+            const int whole_from = ::whole_from(extent, item), whole_to = ::whole_to(extent, item);
             const int step = h.items.step, behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;
             MaskColumns mask(b.all, sh, group * 64, 0);
@@ -150,7 +152,7 @@ struct Consumer {
                     Accumulator<NT>& of = tiles_from<NT>(s + box * NT);
                     OperandA<KT>& weights = tiles_from<KT>(p + box * KT);
                     exponentiate(of, exponents, sh.lse[q.stage] + box * BOX, mask, box * NT);
-                    if (is_partly) leave_out(of, b.all, item.first() + group * 64, i0 + box * BOX);
+                    if (is_partly) leave_out(of, extent_of(h.items, sh.items[round % 2]), item.first() + group * 64, i0 + box * BOX);
                     pack_weights<NT>(weights, of);
                     add_dv(weights, box, n > 0 || box > 0);
                     if (box == 0) wgmma_wait<1>(dp);
@@ -202,8 +204,9 @@ struct Consumer {
             // The other group has read ds too: rows of gradients come there.
             bar_sync(DS, CONSUMERS);
             mbarrier_arrive_if(sh.ds_empty[(done + 1) % 2], is_first);
+            const Item stored = VARLEN ? as_uniform(sh.items[round % 2]) : item;
             mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
-            store(item);
+            store(stored);
         }
     }
 };

@@ -83,11 +83,12 @@ struct Consumer {
             if (item.tile < 0) break;
             if (item.tiles == 0) {
                 mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
-                store_nothing(b, item);
+                store_nothing(b, item, kv_len_of(h.items, item));
                 continue;
             }
             begin_item(*this, s);
-            const int whole_from = ::whole_from(h.items, item), whole_to = ::whole_to(h.items, item);
+            const Extent extent = extent_of(h.items, sh.items[round % 2]);
+            const int whole_from = ::whole_from(extent, item), whole_to = ::whole_to(extent, item);
             const int step = h.items.step, behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;
             zero(dk), zero(dv);
@@ -108,7 +109,7 @@ struct Consumer {
                 __syncwarp();
                 mbarrier_arrive_if(sh.mask_empty, is_first);
 #endif
-                if (i0 < whole_from | i0 > whole_to) leave_out(s, b.all, item.first(), i0 + group * QUERIES);
+                if (i0 < whole_from | i0 > whole_to) leave_out(s, extent_of(h.items, sh.items[round % 2]), item.first(), i0 + group * QUERIES);
                 OperandA<NT / 2> weights;
                 pack_weights<NT>(weights, s);
                 // Of the tile before the last, both groups have multiplied them.
@@ -142,9 +143,9 @@ struct Consumer {
             mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
             // Rows of gradients go through tiles of weights, which the other group has multiplied too.
             bar_sync(DS, CONSUMERS);
-            if (non_finite(dk) + non_finite(dv) != 0) note_odd(b, item.batch, item.kv_head);
+            if (non_finite(dk) + non_finite(dv) != 0) note_odd(b, entry_of(item), item.kv_head);
             const auto rows = [&](void* to, const i64(&stride)[4], int columns, int dim, bool wide) {
-                KeyRows of = rows_of_keys(to, stride, item, item.first(), b.all.kv_len, dim - group * columns, wide);
+                KeyRows of = rows_of_keys(to, stride, item, item.first(), kv_len_of(h.items, item), dim - group * columns, wide);
                 of.first += group * columns * stride[3];
                 return of;
             };

@@ -171,7 +171,7 @@ __device__ inline void run(const BackwardParams& b, Shared& sh) {
 __device__ inline bool next_again(const BackwardParams& b, Shared& sh, u32 at) {
     for (; at < (u32)b.again; at += gridDim.x) {
         const Block block(b, at);
-        if (is_odd(b, block.batch, block.kv_head)) break;
+        if (is_odd(b, entry_of(block.batch, block.own.sequence), block.kv_head)) break;
     }
     // Tiles of the block before have been read when those of this one come.
     __syncthreads();

@@ -1,13 +1,16 @@
 // dq of the sums that backward_hopper.cu leaves: rows of a gradient, multiplied by softmax_scale. A tile that sees no key has none: zeros.
 //
-//   A block 64 rows. Sums lie in fragments, all columns or half of them after the other: through shared memory they become rows.
+//   A block 64 rows. Sums lie in fragments, of as many warps as there are 16 rows, all columns or half of them after the other, 64 at a time: through
+//   shared memory they become rows.
 //
 // A head with a sum that is not finite, or with a lse that is not relied on, is noted: backward_mma.cu computes it again.
 
-#include "backward/request.cuh"
+#include "backward/key_tile.cuh"
+#include "backward/sequences.cuh"
 #include "common/tile.cuh"
 
 constexpr int THREADS = 256, BM = 64, COLUMNS = DQ_ROW, ROW = COLUMNS + 8;  // elements of a row: its units are odd in number
+constexpr int PIECE = DQ_COLUMNS < 64 ? DQ_COLUMNS : 64;                    // columns
 
 struct Shared {
     __align__(16) Elem rows[BM * ROW];
@@ -19,30 +22,48 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
     Shared& sh = *(Shared*)memory;
     const Params& p = b.all;
     const int tiles = b.padded_rows / BM, matrix = blockIdx.x / tiles, tile = blockIdx.x - matrix * tiles;
-    const int batch = matrix / p.heads, head = matrix - batch * p.heads, i0 = tile * BM, rows = min(BM, p.q_len - i0);
+    const int batch = matrix / p.heads, head = matrix - batch * p.heads;
+    // Queries of a head or sequence from i0 on; how many tiles of 16 rows of theirs there are, and where in dq_sums.
+#if VARLEN
+    const OwnRows<BLOCK_M, false> own(b, 0, tile * BM / BLOCK_M);
+    const Sequence& sequence = own.sequence;
+    const int within = tile * BM % BLOCK_M, i0 = own.first + within, rows = min(BM, own.rows - within);
+    if (rows <= 0) return;
+    const int begin = clamp(sequence.q0, 0, p.q_len) / 16 + sequence.number + 1, warps = (rows + 15) / 16;
+    const i64 at_row = (i64)matrix * b.sum_rows + begin * 16 + i0;
+    const bool is_in_order = ((const KeyTile*)b.key_tiles)->is_in_order != 0;
+#else
+    const Sequence sequence(p, batch);
+    const int i0 = tile * BM, rows = min(BM, p.q_len - i0);
     // Beyond the last row: of a tile of 128 queries.
     if (rows <= 0) return;
-    const Seen seen(p, Task(batch, head, Sequence(p, batch)), i0, i0 + rows);
-    const bool is_empty = seen.lo >= seen.hi;
-    const float4* sums = (const float4*)b.dq_sums + (i64)blockIdx.x * (BM * COLUMNS / 4);
+    constexpr int warps = 4;
+    const i64 at_row = (i64)blockIdx.x * BM;
+    constexpr bool is_in_order = true;
+#endif
+    const Seen seen(p, Task(batch, head, sequence), i0, i0 + rows);
+    const bool is_empty = seen.lo >= seen.hi || !is_in_order;
+    const float4* sums = (const float4*)(b.dq_sums + at_row * COLUMNS);
     const float scale = (float)p.scale;
-    float odd = 0;
+    // Sums that nobody has added to are computed behind this.
+    float odd = is_in_order ? 0 : not_a_number();
 #pragma unroll 4
-    for (int at = threadIdx.x; at < BM * COLUMNS / 4; at += THREADS) {
+    for (int at = threadIdx.x; at < warps * (16 * COLUMNS / 4); at += THREADS) {
         const float4 x = is_empty ? float4{0, 0, 0, 0} : sums[at];
         odd += 0 * x.x + 0 * x.y + 0 * x.z + 0 * x.w;
-        const int half = at / (BM * DQ_COLUMNS / 4), nt = at / 128 % (DQ_COLUMNS / 8), thread = at % 128;
-        Elem* to = sh.rows + (thread / 32 * 16 + lane_row(thread)) * ROW + half * DQ_COLUMNS + nt * 8 + lane_column(thread);
+        const int piece = at / (warps * (16 * PIECE / 4)), in_piece = at - piece * (warps * (16 * PIECE / 4));
+        const int nt = in_piece / (warps * 32), thread = in_piece - nt * (warps * 32);
+        Elem* to = sh.rows + (thread / 32 * 16 + lane_row(thread)) * ROW + piece * PIECE + nt * 8 + lane_column(thread);
         *(u32*)to = pack(x.x * scale, x.y * scale), *(u32*)(to + 8 * ROW) = pack(x.z * scale, x.w * scale);
     }
     // A lse that is no number is of a row with a sum that is none.
     if (threadIdx.x < rows) {
-        const RowState state = b.states[state_index(p, batch, head, i0 + threadIdx.x)];
+        const RowState state = b.states[state_index(p, batch, head, sequence.first_query() + i0 + threadIdx.x)];
         if (!is_dead(state) && (state.top > LARGE_LSE || state.top < -LARGE_LSE || state.log2_sum != 0)) odd = not_a_number();
     }
-    if (odd != 0) note_odd(b, batch, divide(head, p.by_group));
+    if (odd != 0) note_odd(b, entry_of(batch, sequence), divide(head, p.by_group));
     __syncthreads();
-    Elem* dq = (Elem*)b.dq + row_offset(b.dq_stride, batch, head, i0);
+    Elem* dq = (Elem*)b.dq + row_offset(b.dq_stride, batch, head, sequence.first_query() + i0);
     if (b.dq_wide) {
         for (int at = threadIdx.x; at < rows * (COLUMNS / 8); at += THREADS) {
             const int r = at / (COLUMNS / 8), c = at % (COLUMNS / 8) * 8;

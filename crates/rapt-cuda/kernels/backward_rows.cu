@@ -6,6 +6,7 @@
 // A row whose lse is -inf attends nothing: what arrives there counts for nothing. In a lse beyond LARGE the logarithm of the sum drowns; such a row
 // gets its maximum and its sum anew, from its own keys: a lane a key. Deliberately absent: any product but of those rows.
 
+#include "backward/key_tile.cuh"
 #include "backward/sequences.cuh"
 #include "common/softmax.cuh"
 
@@ -120,22 +121,75 @@ __device__ inline RowState state_of(const BackwardParams& b, int batch, int head
     return state;
 }
 
-// A block's rows, also those that backward_hopper.cu has beyond the last.
+#if VARLEN
+// Where a tile of part n is taken, of which `left` tiles of the part are left, itself among them; and how many tiles there are.
+struct Taken {
+    int at = 0, all = 0;
+    // Parts are taken `key_set` at a time, and of these the one of which most is left.
+    __device__ Taken(const BackwardParams& b, const Parts& of, int n, int left) {
+        for (int m = threadIdx.x % 32; m < of.sequences + 2; m += 32) {
+            const int tiles = (of.begin(m + 1) - of.begin(m) + BLOCK_N - 1) / BLOCK_N, set = m / b.key_set - n / b.key_set;
+            all += tiles;
+            if (set < 0) at += tiles;
+            if (set == 0) at += max(0, tiles - left) + (m < n && tiles >= left);
+        }
+        at = sum_of_lanes<32>(at), all = sum_of_lanes<32>(all);
+    }
+};
+// The tiles of keys that backward_hopper.cu takes, in their order: a warp for each.
+__device__ inline void find_key_tiles(const BackwardParams& b) {
+    const Params& p = b.all;
+    const Parts of_queries = parts_of_queries(b), of_keys = parts_of_keys(b);
+    const auto first_tile = [&](int n, int rows) { return clamp(of_queries.begin(n), 0, of_queries.total) / rows + n; };
+    KeyTile* const to = (KeyTile*)b.key_tiles;
+    const bool is_first = threadIdx.x % 32 == 0;
+    for (int at = blockIdx.x * WARPS + threadIdx.x / 32; at < b.key_units; at += gridDim.x * WARPS) {
+        int tiles = 0;
+        const bool is_in_order = of_queries.are_in_order() && of_keys.are_in_order();
+        if (is_in_order) {
+            const OwnRows<BLOCK_N, true> own(b, 0, at);
+            const Sequence& of = own.sequence;
+            const int lag = of.lag(p), n = of.number + 1, nth = own.first / BLOCK_N;
+            const Taken taken(b, of_keys, n, b.key_step > 0 ? nth + 1 : (of.keys + BLOCK_N - 1) / BLOCK_N - nth);
+            tiles = taken.all;
+            KeyTile& tile = to[taken.at];
+            if (is_first && own.rows > 0) {
+                tile.number = of.number, tile.tile = nth, tile.first_query = of.q0, tile.first_key = of.k0;
+                tile.of = {of.queries, of.keys, p.lo_shift - lag, p.hi_shift - lag};
+                tile.query_tile = first_tile(n, BLOCK_M), tile.sums_tile = first_tile(n, 16), tile.is_in_order = 1;
+            }
+        }
+        if (is_first && at >= tiles) {
+            to[at].tile = 0, to[at].is_in_order = is_in_order;
+            to[at].of = {0, 0, 0, 0};
+        }
+    }
+}
+#endif
+
+// A block's rows, also those that backward_hopper.cu has beyond the last of a head or sequence. There nothing is attended; what is read is the last one's.
 __device__ inline void find_states(const BackwardParams& b) {
     const Params& p = b.all;
     for (i64 at = (i64)blockIdx.x * THREADS + threadIdx.x; at < b.zeroed_words; at += (i64)gridDim.x * THREADS) b.zeroed[at] = 0;
-    const int matrix = blockIdx.x / b.units, first = (blockIdx.x - matrix * b.units) * ROWS_OF_BLOCK;
+    const int matrix = blockIdx.x / b.units, padded = (blockIdx.x - matrix * b.units) * ROWS_OF_BLOCK + threadIdx.x / LANES;
     const int batch = matrix / p.heads, head = matrix - batch * p.heads;
-    const int i = first + threadIdx.x / LANES;
-    // Behind the last row nothing is attended; what is read there is the last one's.
+    int i = padded, end = p.q_len;
+#if VARLEN
+    if (b.log2_lse != nullptr) {
+        find_key_tiles(b);
+        const OwnRows<BLOCK_M, false> own(b, 0, (blockIdx.x - matrix * b.units) * ROWS_OF_BLOCK / BLOCK_M);
+        if (own.rows <= 0) return;
+        i = own.sequence.first_query() + own.first + padded % BLOCK_M, end = own.sequence.first_query() + own.first + own.rows;
+    }
+#endif
     const i64 of_lse = batch * p.lse_stride[0] + head * p.lse_stride[1] + i * p.lse_stride[2];
-    const Acc lse = i < p.q_len ? ((const Acc*)p.lse)[of_lse] : negative_infinity();
-    const RowState state = state_of(b, batch, head, i, lse, delta_of(b, batch, head, min(i, p.q_len - 1)));
+    const Acc lse = i < end ? ((const Acc*)p.lse)[of_lse] : negative_infinity();
+    const RowState state = state_of(b, batch, head, i, lse, delta_of(b, batch, head, min(i, end - 1)));
     if (threadIdx.x % LANES != 0) return;
-    if (i < p.q_len) b.states[state_index(p, batch, head, i)] = state;
+    if (i < end) b.states[state_index(p, batch, head, i)] = state;
 #if STORAGE == F16 || STORAGE == BF16
     if (b.log2_lse == nullptr) return;
-    float* to = b.log2_lse + (i64)matrix * b.padded_rows + i;
+    float* to = b.log2_lse + (i64)matrix * b.padded_rows + padded;
     to[0] = __fmaf_rn(state.top, LOG2_E, state.log2_sum), to[(i64)b.batch * p.heads * b.padded_rows] = state.delta;
 #endif
 }

@@ -2,7 +2,7 @@
 //!
 //! Made without addresses when a request is planned; a run fills these in. Deliberately absent: any choice.
 
-use rapt_core::{BackwardOperands, BackwardSpec, Causal, TensorSpec, View};
+use rapt_core::{BackwardOperands, BackwardSpec, Causal, Spec, TensorSpec, VarlenSpec, View};
 
 use crate::access::{is_in_pairs, moves_by, strides};
 use crate::params::{DroppedParams, DroppingParams, Params, int, shift};
@@ -24,6 +24,7 @@ pub(crate) struct BackwardParams {
     log2_lse: usize,
     dq_sums: usize,
     zeroed: usize,
+    key_tiles: usize,
     d_o_stride: [i64; 4],
     dq_stride: [i64; 4],
     dk_stride: [i64; 4],
@@ -49,7 +50,11 @@ pub(crate) struct BackwardParams {
     dv_wide: i32,
     rows_wide: i32,
     padded_rows: i32,
+    sum_rows: i32,
     zeroed_words: i32,
+    key_units: i32,
+    key_set: i32,
+    key_step: i32,
     again: i32,
     padding: i32,
 }
@@ -60,6 +65,12 @@ pub(crate) const HOPPER_TALL_ROWS: usize = 128;
 /// Keys of an item of backward_hopper.cu, and of backward_hopper_wide.cu.
 pub(crate) const HOPPER_KEYS: usize = 128;
 pub(crate) const HOPPER_WIDE_KEYS: usize = 64;
+/// Rows of dq that a warp of backward_hopper.cu sums.
+const WARP_ROWS: usize = 16;
+/// Words of kernels/backward/request.cuh that are zeros.
+const ZERO_WORDS: usize = 128 * 128 / 4;
+/// Bytes of `KeyTile` of kernels/backward/key_tile.cuh.
+const KEY_TILE_BYTES: usize = 48;
 /// What heads that are taken together may have in all of q, d_o and sums of dq, so that these stay in L2 between items: a third of an H100's.
 const TOGETHER_BYTES: usize = 16 << 20;
 
@@ -92,6 +103,9 @@ pub(crate) struct HopperItems {
     kv_len: i32,
     lo_shift: i32,
     hi_shift: i32,
+    /// Of how many sequences tiles are taken together: the kernel finds them so.
+    sequences: i32,
+    padding: i32,
 }
 
 impl HopperItems {
@@ -105,13 +119,16 @@ impl HopperItems {
     pub(crate) fn new(spec: &BackwardSpec, keys: usize, blocks: usize) -> Self {
         let forward = spec.forward();
         let (q_len, kv_len) = (forward.q_len(), forward.kv_len());
-        let key_tiles = kv_len.div_ceil(keys);
-        let matrices = forward.batch().saturating_mul(forward.num_kv_heads());
+        let key_tiles = tiles_of(forward, kv_len, keys);
+        let heads_of_one = forward.num_kv_heads();
+        let entries = forward.varlen.as_deref().map_or(forward.batch(), VarlenSpec::sequences);
+        let matrices = entries.saturating_mul(heads_of_one);
         let group = forward.num_q_heads() / forward.num_kv_heads().max(1);
         let range = forward.block_range();
         // At most: sums of narrow heads have fewer columns.
         let row_bytes = 2 * (forward.head_dim() + forward.head_dim_v()) + 4 * forward.head_dim().next_multiple_of(64);
-        let in_l2 = TOGETHER_BYTES / group.saturating_mul(q_len).saturating_mul(row_bytes).max(1);
+        let rows = forward.varlen.as_deref().map_or(q_len, |of| q_len / of.sequences().max(1));
+        let in_l2 = TOGETHER_BYTES / group.saturating_mul(rows).saturating_mul(row_bytes).max(1);
         // A quarter of the blocks: four of a head at a time.
         let quarter = blocks.div_ceil(4);
         let (lo_shift, hi_shift) = range.shifts();
@@ -121,10 +138,14 @@ impl HopperItems {
             (false, true) => (if sees_all_later { 1 } else { -1 }, quarter),
             (false, false) => (if sees_all_later { -1 } else { 1 }, in_l2.min(matrices / 16)),
         };
+        // Of sequences, all heads of one, and then of several.
+        let matrices = forward.batch().saturating_mul(heads_of_one);
+        let heads_together = heads.clamp(1, matrices.max(1));
+        let sequences = if forward.varlen.is_some() { heads.div_ceil(heads_together).max(1) } else { 1 };
         HopperItems {
             count: int(matrices.saturating_mul(key_tiles)),
             key_tiles: int(key_tiles),
-            heads: int(heads.clamp(1, matrices.max(1))),
+            heads: int(heads_together),
             step,
             matrices: int(matrices),
             kv_heads: int(forward.num_kv_heads()),
@@ -132,6 +153,8 @@ impl HopperItems {
             kv_len: int(kv_len),
             lo_shift: shift(lo_shift),
             hi_shift: shift(hi_shift),
+            sequences: int(sequences),
+            padding: 0,
         }
     }
 
@@ -162,14 +185,22 @@ impl BackwardHopperParams {
     }
 }
 
+/// Tiles of so many rows of a head's `len`. Of each sequence one may have fewer rows; so may one before the first, and one behind the last
+/// (kernels/backward/sequences.cuh).
+pub(crate) fn tiles_of(forward: &Spec, len: usize, rows: usize) -> usize {
+    forward.varlen.as_deref().map_or_else(|| len.div_ceil(rows), |of| len / rows + of.sequences() + 2)
+}
+
 /// Where the parts of the workspace lie behind the states of rows, of a plan whose kernels note heads to be computed again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NotingWorkspace {
-    /// log2_lse and dq_sums, with backward_hopper.cu.
-    sums: Option<[usize; 2]>,
+    /// log2_lse, dq_sums and key_tiles, with backward_hopper.cu.
+    sums: Option<[usize; 3]>,
     zeroed: usize,
     zeroed_words: usize,
     padded_rows: usize,
+    sum_rows: usize,
+    key_units: usize,
     pub(crate) bytes: usize,
 }
 
@@ -177,28 +208,43 @@ impl NotingWorkspace {
     /// Behind `states` bytes, for notes alone.
     pub(crate) fn new(spec: &BackwardSpec, states: usize) -> Self {
         let forward = spec.forward();
-        let zeroed_words = forward.batch().saturating_mul(forward.num_kv_heads()).saturating_add(2);
+        let zeroed_words = NotingWorkspace::notes(forward);
         let zeroed = states.next_multiple_of(16);
         let bytes = zeroed.saturating_add(zeroed_words.saturating_mul(4));
-        NotingWorkspace { sums: None, zeroed, zeroed_words, padded_rows: 0, bytes }
+        NotingWorkspace { sums: None, zeroed, zeroed_words, padded_rows: 0, sum_rows: 0, key_units: 0, bytes }
     }
 
-    /// The same with sums of backward_hopper.cu; so many rows of a tile of queries, and columns of dq.
-    pub(crate) fn with_sums(spec: &BackwardSpec, states: usize, tile_rows: usize, columns: usize) -> Self {
+    /// Words of what is noted: how many items are taken, whether any head is odd, and whether each is, of batch entries or sequences.
+    fn notes(forward: &Spec) -> usize {
+        let entries = forward.varlen.as_deref().map_or(forward.batch(), VarlenSpec::sequences);
+        entries.saturating_mul(forward.num_kv_heads()).saturating_add(2)
+    }
+
+    /// Where log2_lse, dq_sums and key_tiles lie; how many rows of a head the first two have, and how many tiles the last.
+    #[cfg(test)]
+    pub(crate) fn parts(&self) -> ([usize; 3], [usize; 3]) {
+        (self.sums.expect("sums of backward_hopper.cu"), [self.padded_rows, self.sum_rows, self.key_units])
+    }
+
+    /// The same with sums of backward_hopper.cu; so many rows of a tile of queries and of keys, and columns of dq.
+    pub(crate) fn with_sums(spec: &BackwardSpec, states: usize, [rows, keys]: [usize; 2], columns: usize) -> Self {
         let forward = spec.forward();
         let matrices = forward.batch().saturating_mul(forward.num_q_heads());
-        let tiles = forward.q_len().div_ceil(tile_rows);
-        let padded_rows = tiles * tile_rows;
-        let rows = matrices.saturating_mul(padded_rows);
-        let zeroed_words = matrices
-            .saturating_mul(2 * tiles)
-            .saturating_add(forward.batch().saturating_mul(forward.num_kv_heads()))
-            .saturating_add(2);
+        let tiles = tiles_of(forward, forward.q_len(), rows);
+        let padded_rows = tiles.saturating_mul(rows);
+        let is_varlen = forward.varlen.is_some();
+        let sum_rows = if is_varlen { tiles_of(forward, forward.q_len(), WARP_ROWS) * WARP_ROWS } else { padded_rows };
+        let key_units = if is_varlen { tiles_of(forward, forward.kv_len(), keys) } else { 0 };
+        let noted = matrices.saturating_mul(2 * tiles).saturating_add(NotingWorkspace::notes(forward));
+        // Zeros begin at a multiple of 16 bytes, and are the last.
+        let zeroed_words = if is_varlen { noted.next_multiple_of(4).saturating_add(ZERO_WORDS) } else { noted };
         let log2_lse = states.next_multiple_of(16);
-        let dq_sums = log2_lse.saturating_add(rows.saturating_mul(2 * 4));
-        let zeroed = dq_sums.saturating_add(rows.saturating_mul(4 * columns));
+        let dq_sums = log2_lse.saturating_add(matrices.saturating_mul(padded_rows).saturating_mul(2 * 4));
+        let key_tiles = dq_sums.saturating_add(matrices.saturating_mul(sum_rows).saturating_mul(4 * columns));
+        let zeroed = key_tiles.saturating_add(key_units.saturating_mul(KEY_TILE_BYTES));
         let bytes = zeroed.saturating_add(zeroed_words.saturating_mul(4));
-        NotingWorkspace { sums: Some([log2_lse, dq_sums]), zeroed, zeroed_words, padded_rows, bytes }
+        let sums = Some([log2_lse, dq_sums, key_tiles]);
+        NotingWorkspace { sums, zeroed, zeroed_words, padded_rows, sum_rows, key_units, bytes }
     }
 }
 
@@ -234,6 +280,7 @@ impl BackwardParams {
             log2_lse: 0,
             dq_sums: 0,
             zeroed: 0,
+            key_tiles: 0,
             d_o_stride: strides(spec.d_o()),
             dq_stride: of(spec.dq()),
             dk_stride: of(spec.dk()),
@@ -260,7 +307,11 @@ impl BackwardParams {
             dv_wide: wide(spec.dv()),
             rows_wide: i32::from(rows_wide),
             padded_rows: 0,
+            sum_rows: 0,
             zeroed_words: 0,
+            key_units: 0,
+            key_set: 1,
+            key_step: 1,
             again: 0,
             padding: 0,
         }
@@ -276,15 +327,23 @@ impl BackwardParams {
         BackwardParams { again: int(blocks), ..self }
     }
 
+    /// These parameters of items in the order of `items`.
+    pub(crate) fn with_items(self, items: &HopperItems) -> Self {
+        BackwardParams { key_set: items.sequences, key_step: items.step, ..self }
+    }
+
     /// These parameters with a workspace at `workspace` in which heads are noted.
     pub(crate) fn with_notes(self, of: &NotingWorkspace, workspace: usize) -> Self {
-        let [log2_lse, dq_sums] = of.sums.map_or([0; 2], |sums| sums.map(|at| workspace + at));
+        let [log2_lse, dq_sums, key_tiles] = of.sums.map_or([0; 3], |sums| sums.map(|at| workspace + at));
         BackwardParams {
             log2_lse,
             dq_sums,
+            key_tiles,
             zeroed: workspace + of.zeroed,
             padded_rows: int(of.padded_rows),
+            sum_rows: int(of.sum_rows),
             zeroed_words: int(of.zeroed_words),
+            key_units: int(of.key_units),
             ..self
         }
     }
@@ -315,7 +374,7 @@ impl BackwardParams {
 }
 
 const _: () = assert!(
-    size_of::<BackwardParams>() == size_of::<DroppedParams>() + 11 * 8 + (5 * 4 + 3 + 1) * 8 + 4 * 4 + 4 * 8 + 16 * 4,
+    size_of::<BackwardParams>() == size_of::<DroppedParams>() + 12 * 8 + (5 * 4 + 3 + 1) * 8 + 4 * 4 + 4 * 8 + 20 * 4,
     "BackwardParams has padding"
 );
 const _: () = assert!(

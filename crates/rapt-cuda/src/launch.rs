@@ -53,7 +53,7 @@ impl Step {
         Step { variant, blocks, loaded: None }
     }
 
-    fn grid(&self) -> Grid {
+    pub(crate) fn grid(&self) -> Grid {
         Grid {
             blocks: u32::try_from(self.blocks).unwrap_or(u32::MAX),
             threads: self.variant.threads(),

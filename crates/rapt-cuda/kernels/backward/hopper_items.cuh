@@ -7,55 +7,75 @@
 //            that order of keys
 //
 // Whoever waits for a turn waits for an item that another block has taken before: that is at work on it or on one taken still earlier, and waits at most
-// for earlier ones. Plain C++ but for __device__: recorded/host/items.rs runs it for whole requests.
+// for earlier ones. Of sequences that lie one after another tiles are a sequence's own: backward_rows.cu has found which (KeyTile).
+// Plain C++ but for __device__: recorded/host/items.rs runs it for whole requests.
 
 #pragma once
-#include "common/types.cuh"
+#include "backward/key_tile.cuh"
 
 constexpr int BM = BLOCK_M, BN = BLOCK_N;
 
-// Byte for byte HopperItems of backward.rs. Query i sees keys i + lo_shift .. i + hi_shift of those there are.
+// Byte for byte HopperItems of backward.rs.
 struct Items {
     int count, key_tiles, heads, step;
     int matrices, kv_heads;  // of all batch entries, and of one
-    int q_len, kv_len, lo_shift, hi_shift;
+    Extent all;
+    int sequences, padding;
 };
 
 // Which tile of queries is taken first, and how many there are: none where nobody sees the keys.
 struct Item {
     int batch, kv_head, tile, first_tile, tiles;
+#if VARLEN
+    int number, first_query, first_key;
+    Extent of;
+    int query_tile, sums_tile;
+#endif
     __device__ int first() const { return tile * BN; }
 };
 
 __device__ inline int between(int x, int most) { return x < 0 ? 0 : x > most ? most : x; }
 
-__device__ inline Item item_of(const Items& of, int number) {
+// The queries of `item` that see a key of it.
+__device__ inline void find_queries(Item& item, const Extent& of, int step) {
+    const int end = item.first() + BN;
+    const int lo = between(item.first() - of.hi_shift + 1, of.q_len), hi = between((end < of.kv_len ? end : of.kv_len) - of.lo_shift, of.q_len);
+    const int first_tile = lo / BM, end_tile = (hi + BM - 1) / BM;
+    item.first_tile = step > 0 ? first_tile : end_tile - 1, item.tiles = hi > lo ? end_tile - first_tile : 0;
+}
+
+// Of sequences: of the tiles that `key_tiles` has in their order.
+__device__ inline Item item_of(const Items& of, int number, const void* key_tiles = nullptr) {
     const int set = number / (of.heads * of.key_tiles), in_set = number - set * of.heads * of.key_tiles, left = of.matrices - set * of.heads;
     const int heads = left < of.heads ? left : of.heads, nth = in_set / heads;
     Item item;
     item.tile = of.step > 0 ? of.key_tiles - 1 - nth : nth;
-    const int matrix = set * of.heads + in_set - nth * heads, end = item.first() + BN;
+    const int matrix = set * of.heads + in_set - nth * heads;
     item.batch = matrix / of.kv_heads, item.kv_head = matrix - item.batch * of.kv_heads;
-    // The queries that see a key of these.
-    const int lo = between(item.first() - of.hi_shift + 1, of.q_len), hi = between((end < of.kv_len ? end : of.kv_len) - of.lo_shift, of.q_len);
-    const int first_tile = lo / BM, end_tile = (hi + BM - 1) / BM;
-    item.first_tile = of.step > 0 ? first_tile : end_tile - 1, item.tiles = hi > lo ? end_tile - first_tile : 0;
+#if VARLEN
+    const KeyTile& found = ((const KeyTile*)key_tiles)[nth];
+    item.tile = found.tile, item.number = found.number, item.first_query = found.first_query, item.first_key = found.first_key;
+    item.of = found.of, item.query_tile = found.query_tile, item.sums_tile = found.sums_tile;
+    find_queries(item, item.of, of.step);
+#else
+    find_queries(item, of.all, of.step);
+#endif
     return item;
 }
 
 // How many items add to tile i of queries before that of a tile of keys: those of keys taken earlier that it sees.
-__device__ inline u32 turn_of(const Items& of, int tile, int i) {
-    if (of.step < 0) return tile - between(i * BM + of.lo_shift, of.kv_len) / BN;
+__device__ inline u32 turn_of(const Extent& of, int step, int tile, int i) {
+    if (step < 0) return tile - between(i * BM + of.lo_shift, of.kv_len) / BN;
     const int end = i * BM + BM, last = (end < of.q_len ? end : of.q_len) - 1;
     return (between(last + of.hi_shift, of.kv_len) - 1) / BN - tile;
 }
 
 // Tiles of which no pair is left out by its position: those of queries from the first number up to the second.
 constexpr int NO_ROW = 1 << 30;
-__device__ inline int whole_from(const Items& of, const Item& item) {
+__device__ inline int whole_from(const Extent& of, const Item& item) {
     return item.first() + BN > of.kv_len ? NO_ROW : item.first() + BN - of.hi_shift;
 }
-__device__ inline int whole_to(const Items& of, const Item& item) {
+__device__ inline int whole_to(const Extent& of, const Item& item) {
     const int end = item.first() - of.lo_shift + 1;
     return (end < of.q_len ? end : of.q_len) - BM;
 }

@@ -49,7 +49,45 @@ struct Place {
 
 // What shared memory hands on is not known to be the same of all lanes.
 __device__ inline Item as_uniform(const volatile Item& of) {
-    return {uniform(of.batch), uniform(of.kv_head), uniform(of.tile), uniform(of.first_tile), uniform(of.tiles)};
+    Item item;
+    item.batch = VARLEN ? 0 : uniform(of.batch), item.kv_head = uniform(of.kv_head);
+    item.tile = uniform(of.tile), item.first_tile = uniform(of.first_tile), item.tiles = uniform(of.tiles);
+#if VARLEN
+    item.number = uniform(of.number), item.first_key = uniform(of.first_key), item.of.kv_len = uniform(of.of.kv_len);
+#endif
+    return item;
+}
+// Of what shared memory hands on, read where it is needed.
+__device__ inline Extent extent_of(const Items& items, const volatile Item& item) {
+#if VARLEN
+    return {item.of.q_len, item.of.kv_len, item.of.lo_shift, item.of.hi_shift};
+#else
+    return items.all;
+#endif
+}
+__device__ inline int kv_len_of(const Items& items, const Item& item) {
+#if VARLEN
+    return item.of.kv_len;
+#else
+    return items.all.kv_len;
+#endif
+}
+// Where its queries and keys begin in their tensors, and its tiles of queries among those of all.
+#if VARLEN
+__device__ inline int first_query_of(const volatile Item& item) { return item.first_query; }
+__device__ inline int first_key_of(const volatile Item& item) { return item.first_key; }
+__device__ inline int query_tile_of(const volatile Item& item) { return item.query_tile; }
+#else
+__device__ inline int first_query_of(const volatile Item&) { return 0; }
+__device__ inline int first_key_of(const volatile Item&) { return 0; }
+__device__ inline int query_tile_of(const volatile Item&) { return 0; }
+#endif
+__device__ inline int entry_of(const Item& item) {
+#if VARLEN
+    return item.number;
+#else
+    return item.batch;
+#endif
 }
 
 struct Shared {
@@ -69,6 +107,9 @@ struct Shared {
 #endif
     u64 q_full[Q_STAGES], q_empty[Q_STAGES], d_o_full[D_O_STAGES], d_o_empty[D_O_STAGES];
     u64 k_full, v_full, kv_empty, ds_full[2], ds_empty[2], dq_full[2][DQ_STAGES], dq_empty[2][DQ_STAGES], item_full[2], item_empty[2];
+#if VARLEN
+    u64 landed;
+#endif
     Item items[2];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward/hopper_load.cuh disagree on shared memory");
@@ -88,40 +129,66 @@ __device__ inline void init_barriers(Shared& sh) {
 #if MASK != NO_MASK
     mbarrier_init(sh.mask_full, LOADERS), mbarrier_init(sh.mask_empty, 8);
 #endif
+#if VARLEN
+    mbarrier_init(sh.landed, 1);
+#endif
     fence_mbarrier_init();
 }
 
 // What one thread leaves for all; tile is -1 behind the last.
-__device__ inline void find_item(const Items& of, u32 number, volatile Item& to) {
-    if (number >= (u32)of.count) {
+__device__ inline void find_item(const BackwardHopperParams& h, u32 number, volatile Item& to) {
+    if (number >= (u32)h.items.count) {
         to.tile = -1;
         return;
     }
-    const Item item = item_of(of, (int)number);
+    const Item item = item_of(h.items, (int)number, h.b.key_tiles);
     to.batch = item.batch, to.kv_head = item.kv_head, to.tile = item.tile, to.first_tile = item.first_tile, to.tiles = item.tiles;
+#if VARLEN
+    to.number = item.number, to.first_query = item.first_query, to.first_key = item.first_key;
+    to.of.q_len = item.of.q_len, to.of.kv_len = item.of.kv_len, to.of.lo_shift = item.of.lo_shift, to.of.hi_shift = item.of.hi_shift;
+    to.query_tile = item.query_tile, to.sums_tile = item.sums_tile;
+#endif
 }
 
-// A tensor that tiles are loaded from.
+// Rows of a tensor from `row` on, up to row `end`.
 struct Source {
     const TensorMap& map;
     const void* base;
     const i64 (&stride)[4];
-    int rows, dim;
+    int batch, head, row, end, dim;
+    const void* zeros;
 };
 
-// A tile of rows r.. ; `more` bytes are waited for beside.
-template <int BOXES_OF_TILE, int ROWS>
-__device__ inline void load_tile(Elem* to, const Source& from, u64& full, u32 more, int batch, int head, int r) {
 #if VECTOR
+template <int BOXES_OF_TILE, int ROWS>
+__device__ inline void load_boxes(Elem* to, const Source& from, u64& full, u32 more) {
     mbarrier_arrive_expect_tx(full, BOXES_OF_TILE * ROWS * BOX * 2 + more);
-    const int map_head = tma_coordinate(from.stride[1], head), map_batch = tma_coordinate(from.stride[0], batch);
+    const int head = tma_coordinate(from.stride[1], from.head), batch = tma_coordinate(from.stride[0], from.batch);
 #pragma unroll
-    for (int box = 0; box < BOXES_OF_TILE; box++) tma_load(to + box * ROWS * BOX, from.map, full, box * BOX, r, map_head, map_batch);
+    for (int box = 0; box < BOXES_OF_TILE; box++) tma_load(to + box * ROWS * BOX, from.map, full, box * BOX, from.row, head, batch);
+}
+#endif
+
+// A tile of them; `more` bytes are waited for beside.
+template <int BOXES_OF_TILE, int ROWS>
+__device__ inline void load_tile(Shared& sh, u32& landings, Elem* to, const Source& from, u64& full, u32 more) {
+#if VECTOR && VARLEN
+    const int rows = from.end - from.row;
+    load_boxes<BOXES_OF_TILE, ROWS>(to, from, rows < ROWS ? sh.landed : full, rows < ROWS ? 0 : more);
+    if (rows >= ROWS) return;
+    // Zeros where the next sequence lies: its rows would reach sums, as NaN times a weight of 0 is NaN.
+    mbarrier_wait(sh.landed, landings++ & 1);
+    const u32 bytes = (ROWS - rows) * BOX * 2;
+    mbarrier_arrive_expect_tx(full, BOXES_OF_TILE * bytes + more);
+#pragma unroll
+    for (int box = 0; box < BOXES_OF_TILE; box++) bulk_load(to + box * ROWS * BOX + rows * BOX, from.zeros, full, bytes);
+#elif VECTOR
+    load_boxes<BOXES_OF_TILE, ROWS>(to, from, full, more);
 #else
-    const int rows = from.rows - r;
+    const int rows = from.end - from.row;
 #pragma unroll 1
     for (int c = loader(); c < BOXES_OF_TILE * BOX; c += LOADERS) {
-        const Elem* x = (const Elem*)from.base + row_offset(from.stride, batch, head, r) + c * from.stride[3];
+        const Elem* x = (const Elem*)from.base + row_offset(from.stride, from.batch, from.head, from.row) + c * from.stride[3];
         u8* const box = (u8*)(to + c / BOX * ROWS * BOX);
 #pragma unroll 4
         for (int row = 0; row < ROWS; row++, x += from.stride[2]) {
@@ -176,22 +243,23 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
     const Params& p = b.all;
     Place<Q_STAGES> q;
     Place<D_O_STAGES> arriving;
-    u32 kv_phase = 0;
+    u32 kv_phase = 0, landings = 0;
 #pragma unroll 1
     for (u32 round = 0;; round++) {
         volatile Item& item = sh.items[round % 2];
         if (VECTOR || loader() == 0) {
             mbarrier_wait(sh.item_empty[round % 2], round / 2 & 1 ^ 1);
-            find_item(h.items, take_number(b.zeroed), item);
+            find_item(h, take_number(b.zeroed), item);
             mbarrier_arrive(sh.item_full[round % 2]);
         }
         if (!VECTOR) __syncwarp(), mbarrier_wait(sh.item_full[round % 2], round / 2 & 1);
         if (item.tile < 0) return;
         if (item.tiles > 0) {
-            const int batch = item.batch, head = item.kv_head, first = item.tile * BN;
+            const int batch = item.batch, head = item.kv_head;
+            const int first = item.tile * BN + first_key_of(item), end = first_key_of(item) + extent_of(h.items, item).kv_len;
             mbarrier_wait(sh.kv_empty, kv_phase ^ 1);
-            load_tile<BOXES, BN>(sh.k, {h.k_map, p.k, p.k_stride, p.kv_len, p.head_dim}, sh.k_full, 0, batch, head, first);
-            load_tile<V_BOXES, BN>(sh.v, {h.v_map, p.v, p.v_stride, p.kv_len, p.head_dim_v}, sh.v_full, 0, batch, head, first);
+            load_tile<BOXES, BN>(sh, landings, sh.k, {h.k_map, p.k, p.k_stride, batch, head, first, end, p.head_dim, zeros_of(b)}, sh.k_full, 0);
+            load_tile<V_BOXES, BN>(sh, landings, sh.v, {h.v_map, p.v, p.v_stride, batch, head, first, end, p.head_dim_v, zeros_of(b)}, sh.v_full, 0);
             kv_phase ^= 1;
         }
 #pragma unroll 1
@@ -199,21 +267,22 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
 #pragma unroll 1
             for (int n = 0; n < item.tiles; n++) {
                 const int i = item.first_tile + n * h.items.step, of = item.kv_head * p.group + opaque(head);
+                const int batch = item.batch, row = first_query_of(item) + i * BM, end = first_query_of(item) + extent_of(h.items, item).q_len;
                 u64& full = sh.q_full[q.stage];
                 mbarrier_wait(sh.q_empty[q.stage], q.phase ^ 1);
-                load_tile<BOXES, BM>(sh.q[q.stage], {h.q_map, p.q, p.q_stride, p.q_len, p.head_dim}, full, 2 * BM * 4, item.batch, of, i * BM);
-                const float* lse = b.log2_lse + ((i64)(item.batch * p.heads + of) * b.padded_rows + i * BM);
+                const Source of_q = {h.q_map, p.q, p.q_stride, batch, of, row, end, p.head_dim, zeros_of(b)};
+                load_tile<BOXES, BM>(sh, landings, sh.q[q.stage], of_q, full, 2 * BM * 4);
+                const float* lse = b.log2_lse + ((i64)(batch * p.heads + of) * b.padded_rows + (query_tile_of(item) + i) * BM);
                 load_states(sh.lse[q.stage], lse, full);
                 load_states(sh.delta[q.stage], lse + (i64)b.batch * p.heads * b.padded_rows, full);
                 if (!VECTOR) mbarrier_arrive(full);
                 mbarrier_wait(sh.d_o_empty[arriving.stage], arriving.phase ^ 1);
-                load_tile<V_BOXES, BM>(
-                    sh.d_o[arriving.stage], {h.d_o_map, b.d_o, b.d_o_stride, p.q_len, p.head_dim_v}, sh.d_o_full[arriving.stage], 0, item.batch, of, i * BM
-                );
+                const Source of_d_o = {h.d_o_map, b.d_o, b.d_o_stride, batch, of, row, end, p.head_dim_v, zeros_of(b)};
+                load_tile<V_BOXES, BM>(sh, landings, sh.d_o[arriving.stage], of_d_o, sh.d_o_full[arriving.stage], 0);
 #if MASK != NO_MASK
                 // As many tiles as of d_o, whose place says whether they are even.
                 mbarrier_wait(sh.mask_empty, (D_O_STAGES == 2 ? arriving.stage : arriving.phase) ^ 1);
-                load_mask(h, sh, item.batch, of, i * BM, item.tile * BN);
+                load_mask(h, sh, batch, of, i * BM, item.tile * BN);
 #endif
                 q.advance(), arriving.advance();
             }
@@ -222,6 +291,26 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
             __syncwarp();
             if (threadIdx.x % 32 == 0) mbarrier_arrive(sh.item_empty[round % 2]);
         }
+    }
+}
+
+// Rows of 16 of a group's part of tile i that there are: of half of the columns all of the tile's, of 128 queries half of them.
+__device__ inline int parts_of(const Extent& of, int i, int group) {
+    const int left = of.q_len - i * BM - (BM > 64 ? group * 64 : 0);
+    return left >= 64 ? 4 : left <= 0 ? 0 : (left + 15) / 16;
+}
+
+// A piece of a part of dq to device memory, or added to what is there: of so many warps.
+__device__ inline void add_piece(float* to, const float* piece, int warps, bool is_first) {
+    if (warps == 4) {
+        if (is_first) bulk_store(to, piece, DQ_PIECE * 4);
+        else bulk_add(to, piece, DQ_PIECE * 4);
+        return;
+    }
+#pragma unroll 1
+    for (int from = 0; from < DQ_PIECE && warps > 0; from += 512, to += warps * 128) {
+        if (is_first) bulk_store(to, piece + from, warps * 512);
+        else bulk_add(to, piece + from, warps * 512);
     }
 }
 
@@ -238,18 +327,24 @@ __device__ inline void add_in_turn(const BackwardHopperParams& h, Shared& sh, in
         for (int head = 0; head < p.group; head++) {
 #pragma unroll 1
             for (int n = 0; n < item.tiles; n++) {
-                const int i = item.first_tile + n * h.items.step, of = ((item.batch * p.heads + item.kv_head * p.group + opaque(head)) * (h.b.padded_rows / BM) + i) * 2 + group;
-                const u32 turn = turn_of(h.items, item.tile, i);
-                u32* turns = turns_of(h.b) + of;
+                const int i = item.first_tile + n * h.items.step, matrix = item.batch * p.heads + item.kv_head * p.group + opaque(head);
+                const u32 turn = turn_of(extent_of(h.items, item), h.items.step, item.tile, i);
+                u32* turns = turns_of(h.b) + (matrix * (h.b.padded_rows / BM) + query_tile_of(item) + i) * 2 + group;
+#if VARLEN
+                const int warps = parts_of(extent_of(h.items, item), i, group);
+                float* part = h.b.dq_sums + ((i64)matrix * h.b.sum_rows + item.sums_tile * 16 + i * BM) * (2 * DQ_PART / BM) +
+                              group * (BM > 64 ? DQ_PART : warps * (DQ_PART / 4));
+#else
+                constexpr int warps = 4;
+                float* part = h.b.dq_sums + (i64)((matrix * (h.b.padded_rows / BM) + i) * 2 + group) * DQ_PART;
+#endif
 #pragma unroll 1
-                for (int piece = 0; piece < DQ_PIECES; piece++, dq.advance()) {
-                    float* const to = h.b.dq_sums + (i64)of * DQ_PART + piece * DQ_PIECE;
+                for (int piece = 0; piece < DQ_PIECES; piece++, dq.advance(), part += warps * (DQ_PIECE / 4)) {
                     mbarrier_wait(sh.dq_full[group][dq.stage], dq.phase);
                     while (piece == 0 && load_acquire(turns) != turn) {
                     }
                     if (piece == 0) fence_proxy_async_global();
-                    if (turn == 0) bulk_store(to, sh.dq[group][dq.stage], DQ_PIECE * 4);
-                    else bulk_add(to, sh.dq[group][dq.stage], DQ_PIECE * 4);
+                    add_piece(part, sh.dq[group][dq.stage], warps, turn == 0);
                     tma_store_commit();
                     tma_store_wait();
                     mbarrier_arrive(sh.dq_empty[group][dq.stage]);

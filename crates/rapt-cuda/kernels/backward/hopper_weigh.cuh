@@ -8,11 +8,15 @@
 #include "hopper/wgmma.cuh"
 
 // This thread's first row of its group's keys.
-__device__ inline int key_of_thread() { return threadIdx.x % 128 / 32 * 16 + lane_row((int)threadIdx.x); }
+__device__ inline int key_of_thread() {
+    // Found again for each tile of sequences: kept, it was spilled at 64 columns. Found again, others were at 32 and 48.
+    const u32 thread = VARLEN && D > 48 ? opaque((int)threadIdx.x) : threadIdx.x;
+    return thread % 128 / 32 * 16 + lane_row((int)thread);
+}
 
 // Weights of pairs that positions leave out become 0: of a group's keys from one on, and queries from i0 on.
 template <int NT>
-__device__ inline void leave_out(Accumulator<NT>& p, const Params& q, int key, int i0) {
+__device__ inline void leave_out(Accumulator<NT>& p, const Extent& q, int key, int i0) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int j = key + key_of_thread() + r * 8;
@@ -82,7 +86,7 @@ struct KeyRows {
     bool wide;
 };
 __device__ inline KeyRows rows_of_keys(void* to, const i64 (&stride)[4], const Item& item, int j, int kv_len, int dim, bool wide) {
-    return {(Elem*)to + row_offset(stride, item.batch, item.kv_head, j), stride, kv_len - j, dim, wide};
+    return {(Elem*)to + row_offset(stride, item.batch, item.kv_head, first_key_of(item) + j), stride, kv_len - j, dim, wide};
 }
 // Sums of a group's keys to such rows: a warp's 16 through its rows of BOXES_AT_ONCE tiles at `tile`, which nobody reads any more.
 template <int BOXES_AT_ONCE, int TILES>
@@ -123,10 +127,10 @@ __device__ inline void store_rows(Elem* tile, const Accumulator<TILES>& sums, co
 }
 
 // Of keys that no query sees.
-__device__ inline void store_nothing(const BackwardParams& b, const Item& item) {
+__device__ inline void store_nothing(const BackwardParams& b, const Item& item, int kv_len) {
     for (int at = threadIdx.x; at < BN * max(b.all.head_dim, b.all.head_dim_v); at += CONSUMERS) {
-        const int j = item.first() + at % BN, c = at / BN;
-        if (j >= b.all.kv_len) continue;
+        const int in_sequence = item.first() + at % BN, j = first_key_of(item) + in_sequence, c = at / BN;
+        if (in_sequence >= kv_len) continue;
         if (c < b.all.head_dim) ((Elem*)b.dk)[row_offset(b.dk_stride, item.batch, item.kv_head, j) + c * b.dk_stride[3]] = 0;
         if (c < b.all.head_dim_v) ((Elem*)b.dv)[row_offset(b.dv_stride, item.batch, item.kv_head, j) + c * b.dv_stride[3]] = 0;
     }

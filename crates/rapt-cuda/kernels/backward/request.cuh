@@ -25,9 +25,11 @@ struct BackwardParams {
     RowState* states;
     // Of backward_hopper.cu alone, else null: what is known of rows, [2, batch, heads, padded_rows], lse in units of log2 (+inf where nothing is
     // attended) and delta; sums of dq as backward_hopper.cu leaves them; and words that the first launch makes zeros: how many items are taken,
-    // whether any head is odd, whether each is ([batch, kv_heads]), and turns ([batch, heads, tiles of queries, 2]).
+    // whether any head is odd, whether each is ([batch or sequences, kv_heads]), turns ([batch, heads, tiles of queries, 2]), and of sequences that lie one
+    // after another zeros; and of these the tiles of keys (key_tile.cuh).
     float *log2_lse, *dq_sums;
     u32* zeroed;
+    void* key_tiles;
     i64 d_o_stride[4], dq_stride[4], dk_stride[4], dv_stride[4], d_mask_stride[4], d_lse_stride[3], d_sinks_stride;
     int d_mask_size[4];                 // 1 where it is a sum
     const int *offsets_q, *offsets_kv;  // where sequences begin that lie one after another
@@ -37,7 +39,8 @@ struct BackwardParams {
     int dq_pairs, dk_pairs, dv_pairs;   // whether rows of a gradient can be written two elements at a time
     int dq_wide, dk_wide, dv_wide;      // the same, 16 bytes at a time
     int rows_wide;                      // whether rows of d_o and out can be read 16 bytes at a time, in the storage dtype
-    int padded_rows, zeroed_words;
+    int padded_rows, sum_rows, zeroed_words;  // rows of a head in log2_lse, and in dq_sums
+    int key_units, key_set, key_step;   // how many tiles of keys there may be, of how many sequences at a time, and which is first (hopper_items.cuh)
     int again;                          // blocks of a launch of all, of one that computes odd heads again
     int padding;
 };
@@ -46,12 +49,33 @@ static_assert(sizeof(BackwardParams) == BACKWARD_BYTES, "backward.rs and backwar
 // Beyond this much a lse is not relied on: its rounding is 2^-14 of a probability in float32.
 constexpr int LARGE_LSE = 1024;
 
-__device__ inline bool is_any_odd(const BackwardParams& b) { return b.zeroed[1] != 0; }
-__device__ inline bool is_odd(const BackwardParams& b, int batch, int kv_head) { return b.zeroed[2 + batch * b.kv_heads + kv_head] != 0; }
-__device__ inline void note_odd(const BackwardParams& b, int batch, int kv_head) {
-    b.zeroed[1] = 1, b.zeroed[2 + batch * b.kv_heads + kv_head] = 1;
+// As many zeros as a box of 128 rows has: the last of those words.
+constexpr int ZERO_WORDS = 128 * 128 / 4;
+__device__ inline const void* zeros_of(const BackwardParams& b) { return b.zeroed + (b.zeroed_words - ZERO_WORDS); }
+// Batch entries, or sequences: heads of each are odd by themselves.
+__device__ inline int entries_of(const BackwardParams& b) {
+#if VARLEN
+    return b.sequences;
+#else
+    return b.batch;
+#endif
 }
-__device__ inline u32* turns_of(const BackwardParams& b) { return b.zeroed + 2 + b.batch * b.kv_heads; }
+__device__ inline bool is_any_odd(const BackwardParams& b) { return b.zeroed[1] != 0; }
+__device__ inline bool is_odd(const BackwardParams& b, int entry, int kv_head) {
+    // Rows of no sequence are never computed again.
+    return (u32)entry < (u32)entries_of(b) && b.zeroed[2 + entry * b.kv_heads + kv_head] != 0;
+}
+__device__ inline void note_odd(const BackwardParams& b, int entry, int kv_head) {
+    if ((u32)entry < (u32)entries_of(b)) b.zeroed[1] = 1, b.zeroed[2 + entry * b.kv_heads + kv_head] = 1;
+}
+__device__ inline u32* turns_of(const BackwardParams& b) { return b.zeroed + 2 + entries_of(b) * b.kv_heads; }
+__device__ inline int entry_of(int batch, const Sequence& sequence) {
+#if VARLEN
+    return sequence.number;
+#else
+    return batch;
+#endif
+}
 
 __device__ inline Acc positive_infinity() { return -negative_infinity(); }
 __device__ inline bool is_dead(const RowState& of) { return of.top == positive_infinity(); }

@@ -6,7 +6,7 @@
 //
 // A warp looks a block's part up, 32 parts at a time. Rows of no sequence attend nothing: their gradients are zeros. Offsets that decrease or leave
 // their tensor give parts that are skipped, or that have nothing to attend: nothing outside is read or written.
-// Deliberately absent: a table in memory, and a launch that would write it.
+// Deliberately absent: a table in memory, but of tiles of keys where backward_hopper.cu takes them (key_tile.cuh).
 
 #pragma once
 #include "backward/request.cuh"
@@ -18,6 +18,12 @@ struct Parts {
     i64 step;
     int sequences, total;
     __device__ int begin(int n) const { return n == 0 ? 0 : n > sequences + 1 ? total : offsets[(n - 1) * step]; }
+    // Whether each part begins in its tensor, and none before another: of the whole warp.
+    __device__ bool are_in_order() const {
+        bool is_any_not = false;
+        for (int n = threadIdx.x % 32; n < sequences + 2; n += 32) is_any_not |= begin(n) < 0 || begin(n + 1) < begin(n) || total < begin(n + 1);
+        return !__any_sync(~0u, is_any_not);
+    }
     // The last part that `is_before` says yes of, where it does of none behind one of which it says no, and of the first.
     template <class IsBefore>
     __device__ int last(IsBefore is_before) const {

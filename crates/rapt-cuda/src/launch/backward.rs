@@ -131,6 +131,9 @@ impl BackwardLaunch {
         if let Some(noting) = &self.noting {
             params = params.with_notes(noting, workspace.address);
         }
+        if let Some(hopper) = &self.hopper {
+            params = params.with_items(&hopper.items);
+        }
         let with_function = |of: &PassStep| {
             let PassStep { step, units, again } = *of;
             let params = params.with_units(units).with_again(again);

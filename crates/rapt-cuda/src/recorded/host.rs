@@ -9,6 +9,7 @@ mod backward;
 mod deviation;
 mod dropout;
 mod items;
+mod key_tiles;
 mod varlen_backward;
 
 use std::cell::Cell;

@@ -1,7 +1,7 @@
 //! From a spec of gradients to what is launched for it.
 //!
-//! float16 and bfloat16 with head dims up to 256 on compute capability 9.0, of which dq, dk and dv are asked, with or without a mask of booleans or of 16 bits,
-//! and with softcap beside none or booleans → backward_hopper.cu, or beyond 128 backward_hopper_wide.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu, which on compute capability 9.0 leaves
+//! float16 and bfloat16 with head dims up to 256 on compute capability 9.0, of which dq, dk and dv are asked, with or without a mask of booleans or of 16 bits
+//! or sequences that lie one after another, and with softcap beside none or booleans → backward_hopper.cu, or beyond 128 backward_hopper_wide.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu, which on compute capability 9.0 leaves
 //! float32 to backward_halves.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
 //! head dims alone, and what fits a block: the bits of a gradient depend neither on the batch nor on strides.
 
@@ -15,7 +15,7 @@ use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
 use crate::access::moves_by;
 use crate::backward::{
     BackwardParams, HOPPER_KEYS, HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_WIDE_KEYS, HopperItems, NotingWorkspace,
-    state_bytes,
+    state_bytes, tiles_of,
 };
 use crate::launch::Step;
 use crate::launch::backward::{BackwardLaunch, HopperPass, PassStep, WhyNoTensorCores};
@@ -118,7 +118,6 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
         && spec.d_o().dtype == storage
         && matches!(mask, None | Some(DType::Bool | DType::F16 | DType::BF16))
         && forward.dropout.is_none()
-        && forward.varlen.is_none()
         && is_known
         && forward.alibi_slopes.is_none()
         && has_ordinary_scale(forward)
@@ -131,6 +130,7 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
     let of_dims = KernelVariant {
         algorithm: Algorithm::BackwardHopper,
         natural: softcap.is_some(),
+        sequences: sequences(forward),
         dims: padded_dims(forward),
         ..KernelVariant::backward(caps.arch, storage, mask, Pass::Together)
     };
@@ -194,7 +194,7 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let together = hopper(spec, caps);
     let matrices = forward.batch().saturating_mul(forward.num_q_heads());
     let row_blocks = row_blocks(forward, together);
-    push(generic(Pass::Rows), row_blocks, matrices.saturating_mul(row_blocks), 0)?;
+    push(of_rows(generic(Pass::Rows), together), row_blocks, matrices.saturating_mul(row_blocks), 0)?;
     let items = together.map(|variant| HopperItems::new(spec, variant.block_n as usize, multiprocessors));
     if let Some((variant, items)) = together.zip(items) {
         push(variant, 0, items.count().min(multiprocessors), 0)?;
@@ -213,7 +213,7 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         let variant = if why.is_none() { mma(spec, caps, pass) } else { generic(pass) };
         let blocks_of = |variant: &KernelVariant| {
             let targets = if why.is_some() { chunks } else { 1 + usize::from(variant.is_split()) };
-            let units = units_of(forward, len, variant.block_m as usize);
+            let units = tiles_of(forward, len, variant.block_m as usize);
             (units, product(&[forward.batch(), heads, units, targets]))
         };
         let (units, blocks) = blocks_of(&variant);
@@ -261,19 +261,21 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     })
 }
 
-/// Blocks of the pass over the rows of a head, those that a tile of queries of `together` has beyond the last among them.
-fn row_blocks(forward: &Spec, together: Option<KernelVariant>) -> usize {
-    let tile_rows = together.map_or(ROWS_OF_BLOCK, |variant| variant.block_m as usize);
-    forward.q_len().div_ceil(tile_rows) * (tile_rows / ROWS_OF_BLOCK)
+/// The variant of the pass over rows: those of sequences lie in tiles of `together`, which reads them.
+fn of_rows(rows: KernelVariant, together: Option<KernelVariant>) -> KernelVariant {
+    match together {
+        Some(KernelVariant { block_m, block_n, sequences: Sequences::Varlen, .. }) => {
+            KernelVariant { block_m, block_n, ..rows }
+        }
+        _ => rows,
+    }
 }
 
-/// Blocks of so many own rows of a head's `len`.
-fn units_of(forward: &Spec, len: usize, rows: usize) -> usize {
-    match forward.varlen.as_deref() {
-        None => len.div_ceil(rows),
-        // Of each sequence a block may have fewer rows; so may one before the first, and one behind the last (backward/sequences.cuh).
-        Some(of) => len / rows + of.sequences() + 2,
-    }
+/// Blocks of the pass over the rows of a head, those that a tile of queries of `together` has beyond the last among them.
+fn row_blocks(forward: &Spec, together: Option<KernelVariant>) -> usize {
+    let Some(variant) = together else { return forward.q_len().div_ceil(ROWS_OF_BLOCK) };
+    let tile_rows = variant.block_m as usize;
+    tiles_of(forward, forward.q_len(), tile_rows).saturating_mul(tile_rows / ROWS_OF_BLOCK)
 }
 
 /// Where kernels note heads, if some of `steps` computes these again.
@@ -285,7 +287,7 @@ fn noting(
 ) -> Option<NotingWorkspace> {
     let is_any = steps.iter().any(|of| of.again > 0);
     is_any.then(|| match together {
-        Some(variant) => NotingWorkspace::with_sums(spec, states, variant.block_m as usize, variant.dq_row() as usize),
+        Some(variant) => NotingWorkspace::with_sums(spec, states, tile_of(&variant), variant.dq_row() as usize),
         None => NotingWorkspace::new(spec, states),
     })
 }

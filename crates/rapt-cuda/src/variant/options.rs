@@ -5,7 +5,7 @@ use rapt_core::{Arch, DType, ScaleLayout};
 use super::shared::{BACKWARD_HALVES_STAGES, HOPPER_F32_STAGES};
 use super::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_columns};
 use crate::append::AppendParams;
-use crate::backward::{BackwardHopperParams, BackwardParams};
+use crate::backward::{BackwardHopperParams, BackwardParams, HOPPER_ROWS, HOPPER_TALL_ROWS};
 use crate::codes::{Codes, TileCodes, TileScales};
 use crate::deviation::DeviationParams;
 use crate::params::{HopperCacheParams, HopperParams};
@@ -189,6 +189,12 @@ impl KernelVariant {
         } else if pass == Pass::Parts {
             options.define("DQ_COLUMNS", self.dq_columns());
             options.define("DQ_ROW", self.dq_row());
+            if self.sequences == Sequences::Varlen {
+                options.define("BLOCK_M", if self.is_tall() { HOPPER_TALL_ROWS } else { HOPPER_ROWS } as u32);
+            }
+        } else if pass == Pass::Rows && self.sequences == Sequences::Varlen {
+            options.define("BLOCK_M", self.block_m);
+            options.define("BLOCK_N", self.block_n);
         } else if !matches!(pass, Pass::Rows | Pass::Sinks) {
             options.define("DV_COLUMNS", generic_columns(self.storage));
         }

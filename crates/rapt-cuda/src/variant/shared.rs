@@ -230,7 +230,8 @@ impl KernelVariant {
         let piece = if has_halves { BOX_COLUMNS } else { self.dq_columns() };
         let parts = self.backward_dq_stages() * 2 * 4 * BOX_COLUMNS * piece;
         let barriers = 8 * (2 * stages + 2 * d_o_stages + 3 + (4 + 2 * self.backward_dq_stages()) * 2);
-        (of_keys + of_queries + of_mask + parts + barriers + 2 * 5 * 4).next_multiple_of(1024)
+        let items = if matches!(self.sequences, Sequences::Varlen) { 8 + 2 * 14 * 4 } else { 2 * 5 * 4 };
+        (of_keys + of_queries + of_mask + parts + barriers + items).next_multiple_of(1024)
     }
 
     /// Weights twice; a tile of values, or of queries and keys; what is known of keys, and of rows.

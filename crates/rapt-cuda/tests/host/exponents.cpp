@@ -28,7 +28,6 @@ float __double2float_rn(double x) { return (float)x; }
 float __fmul_rn(float a, float b) { return a * b; }
 float __fadd_rn(float a, float b) { return a + b; }
 float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-float __fdividef(float a, float b) { return a / b; }
 
 }  // namespace
 

@@ -11,17 +11,18 @@ use rapt_testkit::Rng;
 use super::*;
 use crate::backward::{HOPPER_KEYS, HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_WIDE_KEYS, HopperItems};
 
-/// What the kernels' source says of items of so many queries a tile and keys: a list of numbers for each.
-fn printed(items: &[HopperItems], [rows, keys]: [usize; 2]) -> Vec<Vec<i64>> {
+/// What the kernels' source says of the items in `bytes`, of so many queries a tile and keys: a list of numbers for each.
+pub(super) fn printed(bytes: Vec<u8>, [rows, keys]: [usize; 2], is_varlen: bool) -> Vec<Vec<i64>> {
     std::fs::create_dir_all(folder()).unwrap();
-    let (own, program) = (Path::new(env!("CARGO_MANIFEST_DIR")), folder().join(format!("items-{rows}-{keys}")));
+    let name = format!("items-{rows}-{keys}-{is_varlen}");
+    let (own, program) = (Path::new(env!("CARGO_MANIFEST_DIR")), folder().join(name));
     let mut command = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()));
     command.args(["-std=c++17", "-O1", "-w", &format!("-DBLOCK_M={rows}"), &format!("-DBLOCK_N={keys}")]);
+    command.arg(format!("-DVARLEN={}", u8::from(is_varlen)));
     command.arg("-I").arg(own.join("tests/host")).arg("-I").arg(own.join("kernels"));
     let output = command.arg(own.join("tests/host/items.cpp")).arg("-o").arg(&program).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let mut child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let bytes: Vec<u8> = items.iter().flat_map(|of| of.as_bytes().to_vec()).collect();
     let mut input = child.stdin.take().unwrap();
     let writer = std::thread::spawn(move || input.write_all(&bytes).unwrap());
     let output = child.wait_with_output().unwrap();
@@ -50,7 +51,7 @@ fn random_spec(rng: &mut Rng) -> BackwardSpec {
 }
 
 /// Takes the items of one request from `lines`, and holds them to what its positions say.
-fn judge(spec: &BackwardSpec, [of_tile, of_item]: [usize; 2], lines: &mut impl Iterator<Item = Vec<i64>>) {
+pub(super) fn judge(spec: &BackwardSpec, [of_tile, of_item]: [usize; 2], lines: &mut impl Iterator<Item = Vec<i64>>) {
     let forward = spec.forward();
     let (q_len, kv_len, range) = (forward.q_len(), forward.kv_len(), forward.block_range());
     let (mut taken, mut added) = (HashSet::new(), HashMap::new());
@@ -93,7 +94,8 @@ fn items_wait_only_for_items_taken_before() {
     for tiles in [[HOPPER_TALL_ROWS, HOPPER_KEYS], [HOPPER_ROWS, HOPPER_KEYS], [HOPPER_ROWS, HOPPER_WIDE_KEYS]] {
         let items: Vec<HopperItems> =
             specs.iter().map(|spec| HopperItems::new(spec, tiles[1], 1 + rng.below(140))).collect();
-        let mut lines = printed(&items, tiles).into_iter();
+        let bytes = items.iter().flat_map(|of| of.as_bytes().to_vec()).collect();
+        let mut lines = printed(bytes, tiles, false).into_iter();
         for spec in &specs {
             judge(spec, tiles, &mut lines);
         }

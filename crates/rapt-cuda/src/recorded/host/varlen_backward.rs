@@ -11,17 +11,17 @@ use super::*;
 /// Rows of no sequence before the first, and behind the last.
 const BEFORE: usize = 2;
 const BEHIND: usize = 3;
-const HEADS: [usize; 2] = [2, 1];
-const LAYOUT: TensorLayout = TensorLayout::Bshd;
+pub(super) const HEADS: [usize; 2] = [2, 1];
+pub(super) const LAYOUT: TensorLayout = TensorLayout::Bshd;
 
 /// A call; tensors are `[total, heads, dim]`.
-struct Packed {
+pub(super) struct Packed {
     dim: usize,
-    options: Options,
-    of_q: Vec<i32>,
-    of_kv: Vec<i32>,
+    pub(super) options: Options,
+    pub(super) of_q: Vec<i32>,
+    pub(super) of_kv: Vec<i32>,
     /// q, k, v, out, d_o and lse.
-    given: [TensorBuf; 6],
+    pub(super) given: [TensorBuf; 6],
     slopes: Option<TensorBuf>,
 }
 
@@ -44,7 +44,13 @@ fn offsets(lengths: &[usize]) -> Vec<i32> {
 impl Packed {
     /// Any numbers for out and lse: both ways compute from the same. Rows of no sequence are NaN, and attend nothing, as a row of the first does;
     /// its last has a lse that is not relied on.
-    fn new(dtype: DType, dim: usize, [q_lens, kv_lens]: [&[usize]; 2], options: Options, guard: Guard) -> Self {
+    pub(super) fn new(
+        dtype: DType,
+        dim: usize,
+        [q_lens, kv_lens]: [&[usize]; 2],
+        options: Options,
+        guard: Guard,
+    ) -> Self {
         let (of_q, of_kv) = (offsets(q_lens), offsets(kv_lens));
         let end = |of: &[i32]| of[of.len() - 1] as usize;
         let mut rng = Rng::new(7);
@@ -77,7 +83,24 @@ impl Packed {
     }
 
     /// The bits of dq, dk and dv of rows `of`: of all sequences, or of the one of a number.
-    fn run(&self, [of_q, of_kv]: [Range<usize>; 2], sequence: Option<usize>) -> [Vec<u64>; 3] {
+    fn run(&self, of: [Range<usize>; 2], sequence: Option<usize>) -> [Vec<u64>; 3] {
+        self.with(of, sequence, |spec, tensors| {
+            let plan = backend().plan_backward(spec).unwrap();
+            let mut operands = BackwardOperands::check(tensors, plan.spec()).unwrap();
+            let mut states = vec![0u128; plan.workspace_bytes().div_ceil(16)];
+            let workspace = DeviceMemory { address: states.as_mut_ptr() as usize, len_bytes: plan.workspace_bytes() };
+            // SAFETY: the driver runs on this thread, and has ended when it answers.
+            unsafe { backend().run_backward(&plan, &mut operands, workspace, 0) }.unwrap();
+        })
+    }
+
+    /// Those bits, of what `run` makes of such a request.
+    pub(super) fn with(
+        &self,
+        [of_q, of_kv]: [Range<usize>; 2],
+        sequence: Option<usize>,
+        run: impl FnOnce(&BackwardSpec, BackwardTensors<'_>),
+    ) -> [Vec<u64>; 3] {
         let [q, k, v, out, d_o, lse] = &self.given;
         let dtype = q.dtype();
         let lse = moved("lse", &lse.view("lse", 2, TensorLayout::Bhsd).narrow(1, &of_q));
@@ -104,13 +127,7 @@ impl Packed {
                 rows("d_o", d_o, &of_q),
             )
         };
-        let spec = self.spec(&tensors);
-        let plan = backend().plan_backward(&spec).unwrap();
-        let mut operands = BackwardOperands::check(tensors, plan.spec()).unwrap();
-        let mut states = vec![0u128; plan.workspace_bytes().div_ceil(16)];
-        let workspace = DeviceMemory { address: states.as_mut_ptr() as usize, len_bytes: plan.workspace_bytes() };
-        // SAFETY: the driver runs on this thread, and has ended when it answers.
-        unsafe { backend().run_backward(&plan, &mut operands, workspace, 0) }.unwrap();
+        run(&self.spec(&tensors), tensors);
         made.map(|of| of.bits())
     }
 
@@ -126,7 +143,7 @@ impl Packed {
         BackwardSpec::new(builder.build().unwrap(), &forms).unwrap()
     }
 
-    fn totals(&self) -> [Range<usize>; 2] {
+    pub(super) fn totals(&self) -> [Range<usize>; 2] {
         [0..self.given[0].shape()[2], 0..self.given[1].shape()[2]]
     }
 

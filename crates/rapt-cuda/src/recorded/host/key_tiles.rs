@@ -1,0 +1,199 @@
+//! What backward_rows.cu leaves of sequences to backward_hopper.cu, and what backward_parts.cu makes of the sums of those, by their own sources on this
+//! machine's processor.
+
+use rapt_core::{BackwardOperands, BackwardSpec, Causal, GradientForms, Options};
+
+use super::items::{judge, printed};
+use super::varlen_backward::{HEADS, LAYOUT, Packed};
+use super::*;
+use crate::backward::{BackwardParams, tiles_of};
+use crate::launch::BackwardLaunch;
+use crate::launch::backward::PassStep;
+use crate::select::{Caps, backward::launch_plan};
+use crate::variant::Pass;
+
+const CAPS: Caps =
+    Caps { arch: Arch::Sm90a, multiprocessors: 132, shared_bytes: 227 * 1024, clock_hz: None, bandwidth: None };
+
+fn launched(step: &PassStep, params: &BackwardParams) {
+    let variant = step.step.variant;
+    let compiled = HostCompiler.compile("", &variant.source(), &variant.options()).unwrap().unwrap();
+    let driver = HostDriver::default();
+    let function = driver.load(0, &compiled.bytes, variant.entry(), variant.shared_bytes()).unwrap();
+    // SAFETY: the parameters have addresses of this process, as the plan wants them.
+    unsafe { driver.launch(&function, step.step.grid(), 0, params.with_units(step.units).as_bytes()) }.unwrap();
+}
+
+fn step(launch: &BackwardLaunch, pass: Pass) -> &PassStep {
+    launch.steps.iter().find(|of| of.step.variant.algorithm.pass() == Some(pass)).expect("a launch of the pass")
+}
+
+/// A workspace, and numbers in it.
+struct Workspace(Vec<u128>);
+
+impl Workspace {
+    fn address(&mut self) -> usize {
+        self.0.as_mut_ptr() as usize
+    }
+    fn numbers<T: Copy>(&self, byte: usize, len: usize) -> Vec<T> {
+        assert!(byte + len * size_of::<T>() <= self.0.len() * 16);
+        // SAFETY: within the workspace, whose bytes are numbers of any kind; `byte` is a multiple of 16.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().byte_add(byte).cast(), len) }.to_vec()
+    }
+    fn put(&mut self, byte: usize, numbers: &[f32]) {
+        assert!(byte + size_of_val(numbers) <= self.0.len() * 16);
+        // SAFETY: as above.
+        unsafe {
+            std::ptr::copy_nonoverlapping(numbers.as_ptr(), self.0.as_mut_ptr().byte_add(byte).cast(), numbers.len());
+        }
+    }
+}
+
+/// Where each sequence begins and ends.
+fn ranges(offsets: &[i32]) -> impl Iterator<Item = std::ops::Range<usize>> {
+    offsets.windows(2).map(|of| of[0] as usize..of[1] as usize)
+}
+
+/// What the rows of a sequence begin with among tiles of so many rows.
+fn first_tile(offsets: &[i32], sequence: usize, rows: usize) -> usize {
+    offsets[sequence] as usize / rows + sequence + 1
+}
+
+/// Rows in tiles of their sequence: lse to the base 2, and nothing attended behind the last.
+fn check_rows(of: &Packed, log2_lse: &[f32], padded: usize, tile_rows: usize) {
+    let [.., lse] = &of.given;
+    let lse = lse.values();
+    let rows = lse.len() / HEADS[0];
+    for head in 0..HEADS[0] {
+        for (n, range) in ranges(&of.of_q).enumerate() {
+            let at = head * padded + first_tile(&of.of_q, n, tile_rows) * tile_rows;
+            for row in 0..range.len().next_multiple_of(tile_rows) {
+                let given = (row < range.len()).then(|| lse[head * rows + range.start + row] as f32);
+                // A lse that is not relied on is found anew.
+                if given == Some(2000.0) {
+                    continue;
+                }
+                let expected = match given {
+                    None | Some(f32::NEG_INFINITY) => f32::INFINITY,
+                    Some(lse) => lse * std::f32::consts::LOG2_E,
+                };
+                let got = log2_lse[at + row];
+                assert!(got == expected || (got - expected).abs() < 1e-5, "row {row} of {n}: {got} {expected}");
+            }
+        }
+    }
+}
+
+/// Items of each sequence are those of a call alone, in an order in which each waits for items taken before.
+fn check_items(of: &Packed, launch: &BackwardLaunch, tiles: [usize; 2], key_tiles: &[u8]) {
+    let items = launch.hopper.as_ref().unwrap().items;
+    let lines = printed([items.as_bytes(), key_tiles].concat(), tiles, true);
+    let mut seen = 0;
+    for (n, (queries, keys)) in ranges(&of.of_q).zip(ranges(&of.of_kv)).enumerate() {
+        let own: Vec<Vec<i64>> =
+            lines.iter().filter(|line| line[0] == n as i64).map(|line| [&[0], &line[1..]].concat()).collect();
+        seen += own.len();
+        if queries.is_empty() || keys.is_empty() {
+            assert!(own.iter().all(|line| line.len() == 5), "{own:?}");
+            continue;
+        }
+        let [q, k] = [[1, HEADS[0], queries.len(), 1], [1, HEADS[1], keys.len(), 1]];
+        let [of_q, of_k] = [q, k].map(|shape| vec![0f32; shape.iter().product()]);
+        let q = View::contiguous("q", &of_q, q.into()).unwrap();
+        let k = View::contiguous("k", &of_k, k.into()).unwrap();
+        let options = Options { layout: Default::default(), ..of.options };
+        let forward = Spec::builder(&q, &k, &k, &options).return_lse(true).build().unwrap();
+        let mut own = own.into_iter();
+        judge(&BackwardSpec::new(forward, &GradientForms::new(&q)).unwrap(), tiles, &mut own);
+        assert_eq!(own.next(), None);
+    }
+    // Keys before the first sequence and behind the last have zeros, of no query.
+    assert!(
+        lines[..].iter().filter(|line| line[0] < 0 || line[0] >= of.of_q.len() as i64 - 1).all(|line| line.len() == 5)
+    );
+    assert!(seen < lines.len(), "keys of no sequence have tiles too");
+}
+
+/// Sums that say where they belong, as warps of backward_hopper.cu hold them; what lies beyond rows is no number.
+fn sums(of: &Packed, dim: usize, [tile_rows, columns]: [usize; 2], sum_rows: usize) -> Vec<f32> {
+    let row_floats = if tile_rows == 128 { columns } else { 2 * columns };
+    let mut all = vec![f32::NAN; HEADS[0] * sum_rows * row_floats];
+    for head in 0..HEADS[0] {
+        for (n, range) in ranges(&of.of_q).enumerate() {
+            let mut at = (head * sum_rows + first_tile(&of.of_q, n, 16) * 16) * row_floats;
+            for first in (0..range.len()).step_by(64) {
+                let warps = (range.len() - first).min(64).div_ceil(16);
+                for column in (0..row_floats).step_by(8) {
+                    for thread in 0..warps * 32 {
+                        for e in 0..4 {
+                            let row = first + thread / 32 * 16 + thread % 32 / 4 + e / 2 * 8;
+                            let column = column + thread % 4 * 2 + e % 2;
+                            all[at] = value(head, row, column.min(dim));
+                            at += 1;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    all
+}
+
+/// A number that float16 holds.
+fn value(head: usize, row: usize, column: usize) -> f32 {
+    ((row * 7 + column * 3 + head) % 128) as f32
+}
+
+fn check(dim: usize, lengths: [&[usize]; 2], options: Options) {
+    let options = Options { layout: LAYOUT, softmax_scale: Some(1.0), ..options };
+    let of = Packed::new(DType::F16, dim, lengths, options, Guard::Heap { shift: 0 });
+    let mut is_done = false;
+    let [dq, ..] = of.with(of.totals(), None, |spec, tensors| {
+        let launch = launch_plan(spec, &CAPS).unwrap();
+        let hopper = step(&launch, Pass::Together).step.variant;
+        let tiles = [hopper.block_m, hopper.block_n].map(|n| n as usize);
+        let ([log2_lse, dq_sums, key_tiles], [padded_rows, sum_rows, key_units]) = launch.noting.unwrap().parts();
+        assert_eq!(key_units, tiles_of(spec.forward(), spec.forward().kv_len(), tiles[1]));
+        let mut workspace = Workspace(vec![u128::MAX; launch.workspace_bytes.div_ceil(16)]);
+        let mut operands = BackwardOperands::check(tensors, spec).unwrap();
+        let params = launch
+            .params
+            .at(&mut operands, workspace.address())
+            .with_notes(&launch.noting.unwrap(), workspace.address())
+            .with_items(&launch.hopper.as_ref().unwrap().items);
+        launched(step(&launch, Pass::Rows), &params);
+        check_rows(&of, &workspace.numbers(log2_lse, HEADS[0] * padded_rows), padded_rows, tiles[0]);
+        check_items(&of, &launch, tiles, &workspace.numbers(key_tiles, key_units * 48));
+        workspace.put(dq_sums, &sums(&of, dim, [tiles[0], hopper.dq_columns() as usize], sum_rows));
+        launched(step(&launch, Pass::Parts), &params);
+        is_done = true;
+    });
+    assert!(is_done);
+    let rows = of.totals()[0].len();
+    let mut expected = vec![0f32; HEADS[0] * rows * dim];
+    for (queries, keys) in ranges(&of.of_q).zip(ranges(&of.of_kv)) {
+        // With the diagonal at the last key the first rows see none where queries are more.
+        let unseen = if options.causal.is_some() { queries.len().saturating_sub(keys.len()) / 64 * 64 } else { 0 };
+        for head in 0..HEADS[0] {
+            for row in if keys.is_empty() { 0..0 } else { unseen..queries.len() } {
+                for column in 0..dim {
+                    expected[(head * rows + queries.start + row) * dim + column] = value(head, row, column);
+                }
+            }
+        }
+    }
+    let got: Vec<f32> = dq.into_iter().map(|bits| f64::from_bits(bits) as f32).collect();
+    let off = got.iter().zip(&expected).position(|(got, expected)| got != expected);
+    assert_eq!(off.map(|at| (at / dim % rows, at % dim, got[at], expected[at])), None);
+}
+
+#[test]
+fn tiles_of_sequences_are_those_of_calls_alone() {
+    let plain = Options::default();
+    let lengths: [&[usize]; 2] = [&[70, 0, 0, 5, 129, 64, 17, 300], &[90, 10, 0, 0, 65, 128, 700, 1]];
+    for dim in [32, 64, 128, 200] {
+        check(dim, lengths, plain);
+    }
+    check(64, [&[300, 20, 1, 128], &[300, 200, 1, 130]], plain.with_causal(Causal::BottomRight));
+    check(128, [&[128, 640, 63], &[300, 640, 64]], plain.with_causal(Causal::BottomRight));
+}
