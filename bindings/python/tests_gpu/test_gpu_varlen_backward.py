@@ -64,6 +64,8 @@ def test_each_head_dim_and_many_lengths(dims):
     # No kernel of 16-bit numbers serves wider heads than 256 of sequences one after another where wide.cu serves them alone.
     dtype = torch.float64 if dims[0] > 256 else torch.bfloat16
     Gradients(MIXED, dims=dims, dtype=dtype).check_backward(causal="bottom_right")
+    # A query head for each key head: other tiles of keys come first.
+    Gradients(MIXED, heads=(4, 4), dims=dims, dtype=dtype).check_backward(causal="bottom_right")
 
 
 def test_sinks_slopes_and_many_sequences():

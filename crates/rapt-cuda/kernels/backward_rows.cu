@@ -1,6 +1,7 @@
 // What gradients need of each row: delta, and what its probabilities are recomputed from; and the gradients of the sinks, which need no more.
 //
-//   PASS ROWS    64 rows a block, 4 lanes a row    delta = sum d_o*out - d_lse;  top = lse
+//   PASS ROWS    64 rows a block, 4 lanes a row    delta = sum d_o*out - d_lse;  top = lse; and of sequences one after another, the list of
+//                                                  tiles of keys where backward_hopper.cu takes them (key_tile.cuh)
 //   PASS SINKS   a block a head   d_sink = -sum p_sink*delta, over rows and batch entries in one order
 //
 // A row whose lse is -inf attends nothing: what arrives there counts for nothing. In a lse beyond LARGE the logarithm of the sum drowns; such a row
@@ -122,18 +123,19 @@ __device__ inline RowState state_of(const BackwardParams& b, int batch, int head
 }
 
 #if VARLEN
-// Where a tile of part n is taken, of which `left` tiles of the part are left, itself among them; and how many tiles there are.
+// Where a tile of part n is taken, of which `left` tiles of the part are left, itself among them: parts are taken `key_set` at a time, and of these always
+// the one of which most is left. What such a set has room for begins at `first`, and `end` is behind its tiles.
 struct Taken {
-    int at = 0, all = 0;
-    // Parts are taken `key_set` at a time, and of these the one of which most is left.
+    int at = 0, first, end = 0;
     __device__ Taken(const BackwardParams& b, const Parts& of, int n, int left) {
-        for (int m = threadIdx.x % 32; m < of.sequences + 2; m += 32) {
-            const int tiles = (of.begin(m + 1) - of.begin(m) + BLOCK_N - 1) / BLOCK_N, set = m / b.key_set - n / b.key_set;
-            all += tiles;
-            if (set < 0) at += tiles;
-            if (set == 0) at += max(0, tiles - left) + (m < n && tiles >= left);
+        const int from = n / b.key_set * b.key_set, behind = min(from + b.key_set, of.sequences + 2);
+        for (int m = from + (int)threadIdx.x % 32; m < behind; m += 32) {
+            const int tiles = (of.begin(m + 1) - of.begin(m) + BLOCK_N - 1) / BLOCK_N;
+            end += tiles, at += max(0, tiles - left) + (m < n && tiles >= left);
         }
-        at = sum_of_lanes<32>(at), all = sum_of_lanes<32>(all);
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) end += __shfl_xor_sync(~0u, end, step), at += __shfl_xor_sync(~0u, at, step);
+        first = of.begin(from) / BLOCK_N + from, end += first, at += first;
     }
 };
 // The tiles of keys that backward_hopper.cu takes, in their order: a warp for each.
@@ -144,22 +146,22 @@ __device__ inline void find_key_tiles(const BackwardParams& b) {
     KeyTile* const to = (KeyTile*)b.key_tiles;
     const bool is_first = threadIdx.x % 32 == 0;
     for (int at = blockIdx.x * WARPS + threadIdx.x / 32; at < b.key_units; at += gridDim.x * WARPS) {
-        int tiles = 0;
         const bool is_in_order = of_queries.are_in_order() && of_keys.are_in_order();
+        bool is_none = true;
         if (is_in_order) {
             const OwnRows<BLOCK_N, true> own(b, 0, at);
             const Sequence& of = own.sequence;
             const int lag = of.lag(p), n = of.number + 1, nth = own.first / BLOCK_N;
             const Taken taken(b, of_keys, n, b.key_step > 0 ? nth + 1 : (of.keys + BLOCK_N - 1) / BLOCK_N - nth);
-            tiles = taken.all;
-            KeyTile& tile = to[taken.at];
+            is_none = at >= taken.end;
             if (is_first && own.rows > 0) {
+                KeyTile& tile = to[taken.at];
                 tile.number = of.number, tile.tile = nth, tile.first_query = of.q0, tile.first_key = of.k0;
                 tile.of = {of.queries, of.keys, p.lo_shift - lag, p.hi_shift - lag};
                 tile.query_tile = first_tile(n, BLOCK_M), tile.sums_tile = first_tile(n, 16), tile.is_in_order = 1;
             }
         }
-        if (is_first && at >= tiles) {
+        if (is_first && is_none) {
             to[at].tile = 0, to[at].is_in_order = is_in_order;
             to[at].of = {0, 0, 0, 0};
         }

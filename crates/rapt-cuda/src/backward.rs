@@ -103,7 +103,7 @@ pub(crate) struct HopperItems {
     kv_len: i32,
     lo_shift: i32,
     hi_shift: i32,
-    /// Of how many sequences tiles are taken together: the kernel finds them so.
+    /// Of how many sequences tiles are taken together: read by the pass over rows, as `key_set`.
     sequences: i32,
     padding: i32,
 }
@@ -138,7 +138,7 @@ impl HopperItems {
             (false, true) => (if sees_all_later { 1 } else { -1 }, quarter),
             (false, false) => (if sees_all_later { -1 } else { 1 }, in_l2.min(matrices / 16)),
         };
-        // Of sequences, all heads of one, and then of several.
+        // So many heads, and of sequences, if that is fewer, several of these.
         let matrices = forward.batch().saturating_mul(heads_of_one);
         let heads_together = heads.clamp(1, matrices.max(1));
         let sequences = if forward.varlen.is_some() { heads.div_ceil(heads_together).max(1) } else { 1 };
@@ -161,6 +161,12 @@ impl HopperItems {
     /// How many there are.
     pub(crate) const fn count(&self) -> usize {
         self.count as usize
+    }
+
+    /// These, with tiles of so many sequences taken together.
+    #[cfg(test)]
+    pub(crate) fn of_sequences(self, sequences: usize) -> Self {
+        HopperItems { sequences: int(sequences), ..self }
     }
 
     /// The bytes that a launch passes.

@@ -280,6 +280,7 @@ fn gradients() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
     };
     hot.extend(of_varlen(128, &plain));
     hot.extend(of_varlen(128, &plain.with_dropout_p(0.1)));
+    hot.extend(of_varlen(256, &plain).into_iter().filter(is_together));
     // The tiles are those of a call alone, which fill the registers: where a sequence begins takes three more.
     all.extend(of_varlen(64, &plain));
     all.extend(of(Arch::Sm90a, DType::BF16, 64, Some(DType::BF16), &capped));

@@ -23,7 +23,7 @@ struct BackwardParams {
     const void *d_o, *d_lse;
     void *dq, *dk, *dv, *d_mask, *d_sinks;
     RowState* states;
-    // Of backward_hopper.cu alone, else null: what is known of rows, [2, batch, heads, padded_rows], lse in units of log2 (+inf where nothing is
+    // Of backward_hopper.cu alone, but for the words that are zeroed, which backward_halves.cu has too; else null: what is known of rows, [2, batch, heads, padded_rows], lse in units of log2 (+inf where nothing is
     // attended) and delta; sums of dq as backward_hopper.cu leaves them; and words that the first launch makes zeros: how many items are taken,
     // whether any head is odd, whether each is ([batch or sequences, kv_heads]), turns ([batch, heads, tiles of queries, 2]), and of sequences that lie one
     // after another zeros; and of these the tiles of keys (key_tile.cuh).

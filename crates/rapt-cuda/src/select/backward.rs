@@ -1,7 +1,7 @@
 //! From a spec of gradients to what is launched for it.
 //!
-//! float16 and bfloat16 with head dims up to 256 on compute capability 9.0, of which dq, dk and dv are asked, with or without a mask of booleans or of 16 bits
-//! or sequences that lie one after another, and with softcap beside none or booleans → backward_hopper.cu, or beyond 128 backward_hopper_wide.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu, which on compute capability 9.0 leaves
+//! float16 and bfloat16 with head dims up to 256 on compute capability 9.0, of which dq, dk and dv are asked, with or without a mask of booleans or of 16 bits,
+//! or of sequences that lie one after another, and with softcap beside none or booleans → backward_hopper.cu, or beyond 128 backward_hopper_wide.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu, which on compute capability 9.0 leaves
 //! float32 to backward_halves.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
 //! head dims alone, and what fits a block: the bits of a gradient depend neither on the batch nor on strides.
 
@@ -123,7 +123,8 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
         && has_ordinary_scale(forward)
         && dim <= HOPPER_WIDE_DIM
         && [spec.dq(), spec.dk(), spec.dv()].iter().all(Option::is_some)
-        && [forward.q_len(), forward.kv_len(), forward.head_dim(), forward.head_dim_v()].iter().all(|n| *n > 0);
+        && [forward.q_len(), forward.kv_len(), forward.head_dim(), forward.head_dim_v()].iter().all(|n| *n > 0)
+        && tiles_of(forward, forward.q_len(), HOPPER_TALL_ROWS).saturating_mul(HOPPER_TALL_ROWS) <= MOST_BLOCKS;
     if !serves {
         return None;
     }

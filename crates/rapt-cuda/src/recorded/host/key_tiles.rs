@@ -4,9 +4,9 @@
 use rapt_core::{BackwardOperands, BackwardSpec, Causal, GradientForms, Options};
 
 use super::items::{judge, printed};
-use super::varlen_backward::{HEADS, LAYOUT, Packed};
+use super::varlen_backward::{LAYOUT, Packed};
 use super::*;
-use crate::backward::{BackwardParams, tiles_of};
+use crate::backward::{BackwardParams, HopperItems};
 use crate::launch::BackwardLaunch;
 use crate::launch::backward::PassStep;
 use crate::select::{Caps, backward::launch_plan};
@@ -63,8 +63,8 @@ fn first_tile(offsets: &[i32], sequence: usize, rows: usize) -> usize {
 fn check_rows(of: &Packed, log2_lse: &[f32], padded: usize, tile_rows: usize) {
     let [.., lse] = &of.given;
     let lse = lse.values();
-    let rows = lse.len() / HEADS[0];
-    for head in 0..HEADS[0] {
+    let rows = lse.len() / of.heads[0];
+    for head in 0..of.heads[0] {
         for (n, range) in ranges(&of.of_q).enumerate() {
             let at = head * padded + first_tile(&of.of_q, n, tile_rows) * tile_rows;
             for row in 0..range.len().next_multiple_of(tile_rows) {
@@ -85,8 +85,7 @@ fn check_rows(of: &Packed, log2_lse: &[f32], padded: usize, tile_rows: usize) {
 }
 
 /// Items of each sequence are those of a call alone, in an order in which each waits for items taken before.
-fn check_items(of: &Packed, launch: &BackwardLaunch, tiles: [usize; 2], key_tiles: &[u8]) {
-    let items = launch.hopper.as_ref().unwrap().items;
+fn check_items(of: &Packed, items: HopperItems, tiles: [usize; 2], key_tiles: &[u8]) {
     let lines = printed([items.as_bytes(), key_tiles].concat(), tiles, true);
     let mut seen = 0;
     for (n, (queries, keys)) in ranges(&of.of_q).zip(ranges(&of.of_kv)).enumerate() {
@@ -97,7 +96,7 @@ fn check_items(of: &Packed, launch: &BackwardLaunch, tiles: [usize; 2], key_tile
             assert!(own.iter().all(|line| line.len() == 5), "{own:?}");
             continue;
         }
-        let [q, k] = [[1, HEADS[0], queries.len(), 1], [1, HEADS[1], keys.len(), 1]];
+        let [q, k] = [[1, of.heads[0], queries.len(), 1], [1, of.heads[1], keys.len(), 1]];
         let [of_q, of_k] = [q, k].map(|shape| vec![0f32; shape.iter().product()]);
         let q = View::contiguous("q", &of_q, q.into()).unwrap();
         let k = View::contiguous("k", &of_k, k.into()).unwrap();
@@ -107,18 +106,17 @@ fn check_items(of: &Packed, launch: &BackwardLaunch, tiles: [usize; 2], key_tile
         judge(&BackwardSpec::new(forward, &GradientForms::new(&q)).unwrap(), tiles, &mut own);
         assert_eq!(own.next(), None);
     }
-    // Keys before the first sequence and behind the last have zeros, of no query.
-    assert!(
-        lines[..].iter().filter(|line| line[0] < 0 || line[0] >= of.of_q.len() as i64 - 1).all(|line| line.len() == 5)
-    );
-    assert!(seen < lines.len(), "keys of no sequence have tiles too");
+    // Keys before the first sequence and behind the last, a tile of each, have zeros, of no query.
+    let others = lines.iter().filter(|line| !(0..of.of_q.len() as i64 - 1).contains(&line[0]));
+    assert!(others.clone().all(|line| line.len() == 5));
+    assert_eq!((others.count(), seen + 2 * of.heads[1]), (2 * of.heads[1], lines.len()));
 }
 
 /// Sums that say where they belong, as warps of backward_hopper.cu hold them; what lies beyond rows is no number.
 fn sums(of: &Packed, dim: usize, [tile_rows, columns]: [usize; 2], sum_rows: usize) -> Vec<f32> {
     let row_floats = if tile_rows == 128 { columns } else { 2 * columns };
-    let mut all = vec![f32::NAN; HEADS[0] * sum_rows * row_floats];
-    for head in 0..HEADS[0] {
+    let mut all = vec![f32::NAN; of.heads[0] * sum_rows * row_floats];
+    for head in 0..of.heads[0] {
         for (n, range) in ranges(&of.of_q).enumerate() {
             let mut at = (head * sum_rows + first_tile(&of.of_q, n, 16) * 16) * row_floats;
             for first in (0..range.len()).step_by(64) {
@@ -144,56 +142,112 @@ fn value(head: usize, row: usize, column: usize) -> f32 {
     ((row * 7 + column * 3 + head) % 128) as f32
 }
 
-fn check(dim: usize, lengths: [&[usize]; 2], options: Options) {
-    let options = Options { layout: LAYOUT, softmax_scale: Some(1.0), ..options };
-    let of = Packed::new(DType::F16, dim, lengths, options, Guard::Heap { shift: 0 });
-    let mut is_done = false;
-    let [dq, ..] = of.with(of.totals(), None, |spec, tensors| {
-        let launch = launch_plan(spec, &CAPS).unwrap();
-        let hopper = step(&launch, Pass::Together).step.variant;
-        let tiles = [hopper.block_m, hopper.block_n].map(|n| n as usize);
-        let ([log2_lse, dq_sums, key_tiles], [padded_rows, sum_rows, key_units]) = launch.noting.unwrap().parts();
-        assert_eq!(key_units, tiles_of(spec.forward(), spec.forward().kv_len(), tiles[1]));
-        let mut workspace = Workspace(vec![u128::MAX; launch.workspace_bytes.div_ceil(16)]);
-        let mut operands = BackwardOperands::check(tensors, spec).unwrap();
-        let params = launch
-            .params
-            .at(&mut operands, workspace.address())
-            .with_notes(&launch.noting.unwrap(), workspace.address())
-            .with_items(&launch.hopper.as_ref().unwrap().items);
-        launched(step(&launch, Pass::Rows), &params);
-        check_rows(&of, &workspace.numbers(log2_lse, HEADS[0] * padded_rows), padded_rows, tiles[0]);
-        check_items(&of, &launch, tiles, &workspace.numbers(key_tiles, key_units * 48));
-        workspace.put(dq_sums, &sums(&of, dim, [tiles[0], hopper.dq_columns() as usize], sum_rows));
-        launched(step(&launch, Pass::Parts), &params);
-        is_done = true;
-    });
-    assert!(is_done);
-    let rows = of.totals()[0].len();
-    let mut expected = vec![0f32; HEADS[0] * rows * dim];
-    for (queries, keys) in ranges(&of.of_q).zip(ranges(&of.of_kv)) {
-        // With the diagonal at the last key the first rows see none where queries are more.
-        let unseen = if options.causal.is_some() { queries.len().saturating_sub(keys.len()) / 64 * 64 } else { 0 };
-        for head in 0..HEADS[0] {
-            for row in if keys.is_empty() { 0..0 } else { unseen..queries.len() } {
-                for column in 0..dim {
-                    expected[(head * rows + queries.start + row) * dim + column] = value(head, row, column);
+/// A request of these heads, planned for a device that has backward_hopper.cu.
+struct Planned {
+    of: Packed,
+    dim: usize,
+    /// Of how many sequences tiles are taken together, if not of as many as are planned.
+    sequences: Option<usize>,
+}
+
+impl Planned {
+    fn new(heads: [usize; 2], dim: usize, lengths: [&[usize]; 2], options: Options, guard: Guard) -> Self {
+        let options = Options { layout: LAYOUT, softmax_scale: Some(1.0), ..options };
+        Planned { of: Packed::of_heads(heads, DType::F16, dim, lengths, options, guard), dim, sequences: None }
+    }
+
+    /// Runs the passes before and behind backward_hopper.cu, and `between` them; the bits of dq.
+    fn run(&self, between: impl FnOnce(&BackwardLaunch, HopperItems, &mut Workspace)) -> Vec<u64> {
+        let [dq, ..] = self.of.with(self.of.totals(), None, |spec, tensors| {
+            let launch = launch_plan(spec, &CAPS).unwrap();
+            let items = launch.hopper.as_ref().unwrap().items;
+            let items = self.sequences.map_or(items, |n| items.of_sequences(n));
+            let mut workspace = Workspace(vec![u128::MAX; launch.workspace_bytes.div_ceil(16)]);
+            let mut operands = BackwardOperands::check(tensors, spec).unwrap();
+            let params = launch
+                .params
+                .at(&mut operands, workspace.address())
+                .with_notes(&launch.noting.unwrap(), workspace.address())
+                .with_items(&items);
+            launched(step(&launch, Pass::Rows), &params);
+            between(&launch, items, &mut workspace);
+            launched(step(&launch, Pass::Parts), &params);
+        });
+        dq
+    }
+
+    fn check(&self) {
+        let Planned { of, dim, .. } = self;
+        let dq = self.run(|launch, items, workspace| {
+            let hopper = step(launch, Pass::Together).step.variant;
+            let tiles = [hopper.block_m, hopper.block_n].map(|n| n as usize);
+            let ([log2_lse, dq_sums, key_tiles], [padded_rows, sum_rows, key_units]) = launch.noting.unwrap().parts();
+            check_rows(of, &workspace.numbers(log2_lse, of.heads[0] * padded_rows), padded_rows, tiles[0]);
+            check_items(of, items, tiles, &workspace.numbers(key_tiles, key_units * 48));
+            workspace.put(dq_sums, &sums(of, *dim, [tiles[0], hopper.dq_columns() as usize], sum_rows));
+        });
+        let rows = of.totals()[0].len();
+        let mut expected = vec![0f32; of.heads[0] * rows * dim];
+        for (queries, keys) in ranges(&of.of_q).zip(ranges(&of.of_kv)) {
+            // With the diagonal at the last key the first rows see none where queries are more.
+            let is_causal = of.options.causal.is_some();
+            let unseen = if is_causal { queries.len().saturating_sub(keys.len()) / 64 * 64 } else { 0 };
+            for head in 0..of.heads[0] {
+                for row in if keys.is_empty() { 0..0 } else { unseen..queries.len() } {
+                    for column in 0..*dim {
+                        expected[(head * rows + queries.start + row) * dim + column] = value(head, row, column);
+                    }
                 }
             }
         }
+        let got: Vec<f32> = dq.into_iter().map(|bits| f64::from_bits(bits) as f32).collect();
+        let off = got.iter().zip(&expected).position(|(got, expected)| got != expected);
+        assert_eq!(off.map(|at| (at / dim % rows, at % dim, got[at], expected[at])), None);
     }
-    let got: Vec<f32> = dq.into_iter().map(|bits| f64::from_bits(bits) as f32).collect();
-    let off = got.iter().zip(&expected).position(|(got, expected)| got != expected);
-    assert_eq!(off.map(|at| (at / dim % rows, at % dim, got[at], expected[at])), None);
 }
 
 #[test]
 fn tiles_of_sequences_are_those_of_calls_alone() {
-    let plain = Options::default();
-    let lengths: [&[usize]; 2] = [&[70, 0, 0, 5, 129, 64, 17, 300], &[90, 10, 0, 0, 65, 128, 700, 1]];
+    let (plain, causal) = (Options::default(), Options::default().with_causal(Causal::BottomRight));
+    let heap = Guard::Heap { shift: 0 };
+    let mixed: [&[usize]; 2] = [&[70, 0, 0, 5, 129, 64, 17, 300], &[90, 10, 0, 0, 65, 128, 700, 1]];
     for dim in [32, 64, 128, 200] {
-        check(dim, lengths, plain);
+        Planned::new([2, 1], dim, mixed, plain, heap).check();
     }
-    check(64, [&[300, 20, 1, 128], &[300, 200, 1, 130]], plain.with_causal(Causal::BottomRight));
-    check(128, [&[128, 640, 63], &[300, 640, 64]], plain.with_causal(Causal::BottomRight));
+    Planned::new([2, 1], 64, [&[300, 20, 1, 128], &[300, 200, 1, 130]], causal, heap).check();
+    // One query head for a key head: last keys first, where the diagonal bounds what a key sees. One sequence after another, some, and more than a warp's lanes.
+    let long: [&[usize]; 2] = [&[128, 640, 63, 1, 300], &[300, 640, 64, 513, 1]];
+    for sequences in [1, 2, 3, 40] {
+        let of = Planned::new([2, 2], 128, long, causal, heap);
+        Planned { sequences: Some(sequences), ..of }.check();
+    }
+    let many: Vec<usize> = (0..75).map(|n| n * 37 % 200).collect();
+    for sequences in [7, 40, 100] {
+        let of = Planned::new([1, 1], 16, [&many, &many], causal, heap);
+        Planned { sequences: Some(sequences), ..of }.check();
+    }
+}
+
+#[test]
+fn offsets_that_are_not_in_order_leave_tiles_without_keys() {
+    let lengths: [&[usize]; 2] = [&[70, 0, 0, 5, 129, 64], &[90, 10, 0, 0, 65, 128]];
+    let mut planned = Planned::new([2, 2], 64, lengths, Options::default(), Guard::BackPage);
+    let good = [planned.of.of_q.clone(), planned.of.of_kv.clone()];
+    for bad in [
+        [2, 72, 60, 80, 10, 206, 270],
+        [-5, 72, 72, 72, 77, 206, 270],
+        [2, 72, 72, 72, 77, 206, i32::MAX],
+        [5000, 4000, 3000, 2000, 1000, 500, -1],
+    ] {
+        for [q, kv] in [[&bad[..], &good[1]], [&good[0], &bad], [&bad, &bad]] {
+            (planned.of.of_q, planned.of.of_kv) = (q.to_vec(), kv.to_vec());
+            let dq = planned.run(|launch, items, workspace| {
+                let ([.., key_tiles], [.., key_units]) = launch.noting.unwrap().parts();
+                let tiles: Vec<[i32; 12]> = workspace.numbers(key_tiles, key_units);
+                assert!(items.count() > 0 && tiles.iter().all(|tile| tile[4..6] == [0, 0]), "{q:?} {kv:?}");
+            });
+            // Nobody has added to dq: what is written are zeros, until it is computed by another kernel.
+            assert_eq!(dq.len(), 2 * 64 * planned.of.totals()[0].len());
+        }
+    }
 }

@@ -11,11 +11,13 @@ use super::*;
 /// Rows of no sequence before the first, and behind the last.
 const BEFORE: usize = 2;
 const BEHIND: usize = 3;
-pub(super) const HEADS: [usize; 2] = [2, 1];
+const HEADS: [usize; 2] = [2, 1];
 pub(super) const LAYOUT: TensorLayout = TensorLayout::Bshd;
 
 /// A call; tensors are `[total, heads, dim]`.
 pub(super) struct Packed {
+    /// Of queries and of keys.
+    pub(super) heads: [usize; 2],
     dim: usize,
     pub(super) options: Options,
     pub(super) of_q: Vec<i32>,
@@ -44,7 +46,12 @@ fn offsets(lengths: &[usize]) -> Vec<i32> {
 impl Packed {
     /// Any numbers for out and lse: both ways compute from the same. Rows of no sequence are NaN, and attend nothing, as a row of the first does;
     /// its last has a lse that is not relied on.
-    pub(super) fn new(
+    fn new(dtype: DType, dim: usize, lengths: [&[usize]; 2], options: Options, guard: Guard) -> Self {
+        Packed::of_heads(HEADS, dtype, dim, lengths, options, guard)
+    }
+
+    pub(super) fn of_heads(
+        heads: [usize; 2],
         dtype: DType,
         dim: usize,
         [q_lens, kv_lens]: [&[usize]; 2],
@@ -64,22 +71,22 @@ impl Packed {
             }
             tensor(dtype, heads, rows, dim, guard, Some(&all))
         };
-        let [heads, kv_heads] = HEADS;
+        let [q_heads, kv_heads] = heads;
         let (queries, keys) = (end(&of_q), end(&of_kv));
-        let q = numbers(heads, queries, dim);
+        let q = numbers(q_heads, queries, dim);
         let (k, v) = (numbers(kv_heads, keys, dim), numbers(kv_heads, keys, dim));
-        let (out, d_o) = (numbers(heads, queries, dim), numbers(heads, queries, dim));
+        let (out, d_o) = (numbers(q_heads, queries, dim), numbers(q_heads, queries, dim));
         let rows = queries + BEHIND;
-        let lse: Vec<f64> = (0..heads * rows)
+        let lse: Vec<f64> = (0..q_heads * rows)
             .map(|at| match at % rows {
                 row if !(BEFORE..queries).contains(&row) || row == BEFORE + 1 => f64::NEG_INFINITY,
                 row if row == BEFORE + q_lens[0] - 1 => 2000.0,
                 row => 2.0 + row as f64 * 0.01,
             })
             .collect();
-        let lse = tensor(dtype.accumulation(), 1, heads, rows, guard, Some(&lse));
-        let slopes = (dtype == DType::F64).then(|| tensor(dtype, 1, 1, heads, guard, Some(&[0.1, 0.03])));
-        Packed { dim, options, of_q, of_kv, given: [q, k, v, out, d_o, lse], slopes }
+        let lse = tensor(dtype.accumulation(), 1, q_heads, rows, guard, Some(&lse));
+        let slopes = (dtype == DType::F64).then(|| tensor(dtype, 1, 1, q_heads, guard, Some(&[0.1, 0.03])));
+        Packed { heads, dim, options, of_q, of_kv, given: [q, k, v, out, d_o, lse], slopes }
     }
 
     /// The bits of dq, dk and dv of rows `of`: of all sequences, or of the one of a number.
@@ -105,7 +112,7 @@ impl Packed {
         let dtype = q.dtype();
         let lse = moved("lse", &lse.view("lse", 2, TensorLayout::Bhsd).narrow(1, &of_q));
         let new = |heads: usize, len: usize| tensor(dtype, heads, len, self.dim, Guard::BackPage, None);
-        let [heads, kv_heads] = HEADS;
+        let [heads, kv_heads] = self.heads;
         let mut made = [new(heads, of_q.len()), new(kv_heads, of_kv.len()), new(kv_heads, of_kv.len())];
         let [dq, dk, dv] = &mut made;
         let (mut dq, mut dk) = (dq.view_mut("dq", 3, LAYOUT), dk.view_mut("dk", 3, LAYOUT));
@@ -151,7 +158,7 @@ impl Packed {
     fn check(&self) {
         let all = self.run(self.totals(), None);
         let [rows, kv_rows] = self.totals().map(|of| of.end);
-        let mut expected = [(rows, HEADS[0]), (kv_rows, HEADS[1]), (kv_rows, HEADS[1])]
+        let mut expected = [(rows, self.heads[0]), (kv_rows, self.heads[1]), (kv_rows, self.heads[1])]
             .map(|(rows, heads)| vec![0f64.to_bits(); heads * rows * self.dim]);
         for n in 0..self.of_q.len() - 1 {
             let of = |of: &[i32]| of[n] as usize..of[n + 1] as usize;
