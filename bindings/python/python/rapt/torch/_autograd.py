@@ -60,7 +60,7 @@ class _Node(torch.autograd.Function):
     def forward(ctx, call, *inputs):
         out, lse = call.forward(*inputs)
         # The draw is kept as the others are: what a checkpoint computes again has its own.
-        ctx.call = call._replace(draw=None)
+        ctx.call = call if call.draw is None else call._replace(draw=None)
         ctx.save_for_backward(call.draw, *inputs, out, lse)
         ctx.set_materialize_grads(False)
         return (out, lse) if call.gives_lse else out
@@ -73,7 +73,8 @@ class _Node(torch.autograd.Function):
         draw, *saved = ctx.saved_tensors
         if d_o is None:
             d_o = torch.zeros_like(saved[-2])
-        return None, *gradients(ctx.call._replace(draw=draw), wanted, d_o, d_lse, *saved)
+        call = ctx.call if draw is None else ctx.call._replace(draw=draw)
+        return None, *gradients(call, wanted, d_o, d_lse, *saved)
 
 
 class _Once(torch.autograd.Function):
@@ -101,6 +102,8 @@ def gradients(call, wanted, *tensors):
     """A gradient for each of `wanted`, None where it is False; `tensors` are d_o, d_lse, the inputs, out and lse."""
     if needs_grad(tensors):  # create_graph=True
         return once(lambda: call.backward(wanted, *tensors), tensors)
+    if _native.torch_is_plain(tensors[0]) and tensors[1] is None:
+        return call.backward(wanted, *tensors)
     vmap = next(filter(None, map(_vmap_of, tensors[:2])), None)
     return call.backward(wanted, *tensors) if vmap is None else _one_by_one(vmap, call, wanted, *tensors)
 
@@ -176,12 +179,11 @@ class Attention(typing.NamedTuple):
 
     def backward(self, wanted, d_o, d_lse, q, k, v, mask, sinks, out, lse):
         options = {"mask": mask, "sinks": sinks, **self.options, **_dropout.words(self.dropout_p, self.draw)}
-        run = attention_backward
+        given = d_o, d_lse, q, k, v, out, lse, list(wanted)
         if _through_ops(d_o, q, k):
-            run = torch.ops.rapt.attention_backward
-        with _below():
-            made = run(d_o, d_lse, q, k, v, out, lse, list(wanted), **options)
-        return _spread(wanted, made)
+            with _below():
+                return _spread(wanted, torch.ops.rapt.attention_backward(*given, **options))
+        return _spread(wanted, attention_backward(*given, **options))
 
 
 def window_of(options):
@@ -262,13 +264,12 @@ class Sdpa(typing.NamedTuple):
         return answer
 
     def backward(self, wanted, d_o, d_lse, query, key, value, mask, out, lse):
-        run = sdpa_backward
-        if _through_ops(d_o, query, key):
-            run = torch.ops.rapt.scaled_dot_product_attention_backward
+        given = d_o, d_lse, query, key, value, mask, out, lse, list(wanted), self.is_causal
         words = {"scale": self.scale, "enable_gqa": self.enable_gqa, **_dropout.words(self.dropout_p, self.draw)}
-        with _below():
-            made = run(d_o, d_lse, query, key, value, mask, out, lse, list(wanted), self.is_causal, **words)
-        return _spread(wanted, made)
+        if _through_ops(d_o, query, key):
+            with _below():
+                return _spread(wanted, torch.ops.rapt.scaled_dot_product_attention_backward(*given, **words))
+        return _spread(wanted, sdpa_backward(*given, **words))
 
 
 def sdpa(query, key, value, mask, is_causal, scale, enable_gqa, order, dropout_p=0.0, draw=None, gives_lse=False):
