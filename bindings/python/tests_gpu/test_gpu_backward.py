@@ -256,7 +256,7 @@ def test_strides_change_no_bit_and_nothing_beside_a_gradient_is_written(zoo, dty
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
 def test_rows_behind_the_last_and_dead_ones_send_no_head_to_another_kernel(dim, softcap):
-    # 300 rows are no whole tiles, 320 are. Rows to which nothing arrives add exactly nothing: a head that was computed again, by another kernel, has other bits.
+    # 300 rows are no whole tiles, 384 are. Rows to which nothing arrives add exactly nothing: a head that was computed again, by another kernel, has other bits.
     q, k, v, d_o = (new(1, 2, 384, dim, seed=n) for n in range(4))
     d_o[:, :, 300:] = 0
     out, lse = rapt.attention(q, k, v, softcap=softcap, return_lse=True)

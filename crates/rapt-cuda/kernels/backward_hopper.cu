@@ -23,7 +23,7 @@
 // p and ds are rounded to the storage dtype where they are multiplied, and nowhere else. dq_part lies in fragments, as threads hold it:
 // backward_parts.cu makes rows of them, and multiplies by softmax_scale.
 // A head with a sum that is not finite, or a lse that is not relied on, is noted: backward_mma.cu computes it again, behind this.
-// Deliberately absent: slopes, biases of 32 bits or beside softcap (backward_mma.cu), and head dims above 128 (backward_hopper_wide.cu).
+// Deliberately absent: slopes, dropout, biases of 32 bits or beside softcap (backward_mma.cu), and head dims above 128 (backward_hopper_wide.cu).
 
 #include "backward/hopper_weigh.cuh"
 

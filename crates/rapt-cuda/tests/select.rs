@@ -5,7 +5,10 @@ mod common;
 use common::{
     backward_spec, backward_spec_of_dims, caps, spec, spec_of_cache, spec_of_dims, spec_of_latent, spec_of_varlen, view,
 };
-use rapt_core::{Arch, Causal, DType, Device, Error, Format, Kernel, Options, PRounding, Plan, Spec, View};
+use rapt_core::{
+    Arch, BackwardSpec, Causal, DType, Device, Error, Format, GradientForms, Kernel, Options, PRounding, Plan, Spec,
+    View,
+};
 use rapt_cuda::{Algorithm, CudaLaunch, KernelVariant, Loads, Sequences, backward_variants, select, variants};
 
 fn launch_plan(plan: &Plan) -> &CudaLaunch {
@@ -605,6 +608,23 @@ fn sequences_of_latent_heads_one_after_another_are_refused() {
     assert!(of(DType::BF16, [577, 512]).iter().all(Result::is_ok));
     let alone = spec_of_dims(DType::BF16, [16, 1, 5000], [576, 512], None, &plain);
     assert_eq!(variant(&select(&alone, &caps(Arch::Sm90a)).unwrap()).algorithm, Algorithm::Latent);
+}
+
+#[test]
+fn gradients_of_more_sequences_than_tiles_can_be_counted_are_of_the_kernels_that_keep_no_tiles() {
+    let has_together = |sequences: usize| {
+        let tensor = view("q", DType::BF16, &[5000, 2, 64]);
+        let offsets = view("cu_seqlens", DType::I32, &[sequences + 1]);
+        let options = Options { layout: rapt_core::TensorLayout::Bshd, ..Options::default() };
+        let mut builder = Spec::builder(&tensor, &tensor, &tensor, &options);
+        let forward = builder.varlen(&offsets, &offsets).return_lse(true).build().unwrap();
+        let form = Some((&tensor).into());
+        let forms = GradientForms { dq: form, dk: form, dv: form, ..GradientForms::new(&tensor) };
+        let spec = BackwardSpec::new(forward, &forms).unwrap();
+        let variants = backward_variants(&spec, &caps(Arch::Sm90a)).unwrap();
+        variants.iter().any(|variant| variant.algorithm == Algorithm::BackwardHopper)
+    };
+    assert!(has_together(5) && has_together(1 << 20) && !has_together(1 << 24));
 }
 
 #[test]

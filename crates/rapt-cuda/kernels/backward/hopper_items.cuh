@@ -20,7 +20,7 @@ struct Items {
     int count, key_tiles, heads, step;
     int matrices, kv_heads;  // of all batch entries, and of one
     Extent all;
-    int sequences, padding;
+    int sequences, padding;  // tiles of how many sequences are taken together: backward_rows.cu is told by BackwardParams
 };
 
 // Which tile of queries is taken first, and how many there are: none where nobody sees the keys.

@@ -4,32 +4,10 @@
 //   in    int32 kind, int32 dtype of the factor, float32 global factor, int32 count, count float64        until there are no more
 //   out   bits of the factor, its zero point, then each code; a line for a group
 
-#include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <vector>
 
-#define __device__
-
-namespace {
-
-template <class To, class From>
-To bits_as(From from) {
-    To to;
-    static_assert(sizeof to == sizeof from, "as many bits");
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-double __longlong_as_double(long long bits) { return bits_as<double>(bits); }
-long long __double_as_longlong(double x) { return bits_as<long long>(x); }
-float __uint_as_float(unsigned bits) { return bits_as<float>(bits); }
-unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
-float __double2float_rn(double x) { return (float)x; }
-float __fmul_rn(float a, float b) { return a * b; }
-float __fadd_rn(float a, float b) { return a + b; }
-float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-
-}  // namespace
+#include "numbers.hpp"
 
 #include "common/encode.cuh"
 

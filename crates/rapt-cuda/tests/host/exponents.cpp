@@ -2,34 +2,13 @@
 //
 //   out   cap, score, lse, p, what the score rises by; a line for each
 
-#include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <initializer_list>
 
-#define __device__
+#include "numbers.hpp"
+
 // Conversions and approximations of the device: none of the former is asked for here, and the latter have stand-ins.
 #define asm(...) (void)0
-
-namespace {
-
-template <class To, class From>
-To bits_as(From from) {
-    To to;
-    static_assert(sizeof to == sizeof from, "as many bits");
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-double __longlong_as_double(long long bits) { return bits_as<double>(bits); }
-long long __double_as_longlong(double x) { return bits_as<long long>(x); }
-float __uint_as_float(unsigned bits) { return bits_as<float>(bits); }
-unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
-float __double2float_rn(double x) { return (float)x; }
-float __fmul_rn(float a, float b) { return a * b; }
-float __fadd_rn(float a, float b) { return a + b; }
-float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-
-}  // namespace
 
 #define exp2_approx exp2_of_device
 #define log2_approx log2_of_device

@@ -102,9 +102,7 @@ def gradients(call, wanted, *tensors):
     """A gradient for each of `wanted`, None where it is False; `tensors` are d_o, d_lse, the inputs, out and lse."""
     if needs_grad(tensors):  # create_graph=True
         return once(lambda: call.backward(wanted, *tensors), tensors)
-    if _native.torch_is_plain(tensors[0]) and tensors[1] is None:
-        return call.backward(wanted, *tensors)
-    vmap = next(filter(None, map(_vmap_of, tensors[:2])), None)
+    vmap = _vmap_of(tensors[0]) or _vmap_of(tensors[1])
     return call.backward(wanted, *tensors) if vmap is None else _one_by_one(vmap, call, wanted, *tensors)
 
 
