@@ -43,7 +43,7 @@ LAST = 20
 BEFORE = 0.1
 # Losses this much apart, as a part of them, are the same in bfloat16 whatever seeds make: its roundings lead runs apart as another seed does.
 LEAST = {"cpu": 0.0, "cuda": 0.01}
-NODE = "_NodeBackward"  # Rapt's, in PyTorch's autograd
+NODE = "Rapt"  # its nodes in PyTorch's autograd: those that it makes itself, and PyTorch's own where that made one for Rapt
 
 
 def texts(device):
@@ -70,7 +70,9 @@ def attention_nodes(loss):
             continue
         seen.add(node)
         left += [before for before, _ in node.next_functions]
-        if node.name() == NODE or "ScaledDotProduct" in node.name():
+        if node.name() == "_NodeBackward" or "rapt" in node.metadata:
+            found[NODE] += 1
+        elif "ScaledDotProduct" in node.name():
             found[node.name()] += 1
     return dict(found)
 

@@ -467,6 +467,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(log_fallback, module)?)?;
     module.add_function(wrap_pyfunction!(shares_torch_pool, module)?)?;
     module.add_class::<torch::kernel::TorchKernel>()?;
+    module.add_class::<torch::training::TorchFlash>()?;
+    module.add_class::<torch::training::TorchFlashBackward>()?;
+    module.add("TORCH_RECORDED", torch::training::RECORDED)?;
+    module.add_function(wrap_pyfunction!(torch::training::torch_nodes, module)?)?;
     module.add_function(wrap_pyfunction!(torch::kernel::set_registered, module)?)?;
     module.add_function(wrap_pyfunction!(torch::stats::count_served, module)?)?;
     module.add_function(wrap_pyfunction!(torch::stats::served, module)?)?;

@@ -178,8 +178,8 @@ def test_the_forward_keeps_out_and_lse_and_no_more():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         out = sdpa_registered(q, k, v)
-    assert [tuple(t.shape) for t in kept] == [(2, 2, 9, 8), (2, 2, 11, 8), (2, 2, 11, 8), (2, 2, 9, 8), (2, 2, 9)]
-    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(kept, (q, k, v, out)))
+    assert sorted(tuple(t.shape) for t in kept) == [(2, 2, 9), (2, 2, 9, 8), (2, 2, 9, 8), (2, 2, 11, 8), (2, 2, 11, 8)]
+    assert {t.data_ptr() for t in (q, k, v, out)} < {t.data_ptr() for t in kept}
     out = sdpa_registered(q, k, v)
     with torch.no_grad():
         out.add_(1)

@@ -119,7 +119,7 @@ impl Home {
         if let Device::Cuda(_) = spec.forward().device {
             pass_folders(py)?;
             // A kernel that is not kept yet is compiled here, for seconds.
-            let plan = py.detach(|| engine.plan_backward(spec))?;
+            let plan = Arc::new(py.detach(|| engine.plan_backward(spec))?);
             return Ok(PlannedBackward { engine, plan, torch_threads: None });
         }
         let torch_threads = self.torch_threads(py, kind)?;
@@ -127,7 +127,16 @@ impl Home {
             Some(threads) => engine.plan_backward_for(spec, threads)?,
             None => engine.plan_backward(spec)?,
         };
-        Ok(PlannedBackward { engine, plan, torch_threads })
+        Ok(PlannedBackward { engine, plan: Arc::new(plan), torch_threads })
+    }
+
+    /// A plan for gradients made before for as many threads.
+    pub(crate) fn resume_backward(
+        &self,
+        plan: Arc<BackwardPlan>,
+        torch_threads: Option<usize>,
+    ) -> Result<PlannedBackward<'_>, Failure> {
+        Ok(PlannedBackward { engine: self.engine()?, plan, torch_threads })
     }
 
     /// A plan made before for as many threads.
@@ -202,7 +211,7 @@ impl Planned<'_> {
 /// A plan for gradients and where it runs.
 pub(crate) struct PlannedBackward<'a> {
     engine: &'a Engine,
-    plan: BackwardPlan,
+    pub(crate) plan: Arc<BackwardPlan>,
     torch_threads: Option<usize>,
 }
 

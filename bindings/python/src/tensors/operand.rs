@@ -25,6 +25,11 @@ impl Operand {
         TensorForm::new(self.dtype, self.shape, self.strides, self.device).at(self.ptr.addr())
     }
 
+    /// The same memory, of the sizes and strides of `form`.
+    pub(crate) fn in_form(self, form: &TensorForm) -> Operand {
+        Operand { shape: form.shape, strides: form.strides, ..self }
+    }
+
     /// The same memory, without the hold on it: for as long as this one lives.
     pub(crate) fn alias(&self) -> Operand {
         let Operand { name, ptr, dtype, shape, strides, device, extent, writable, .. } = *self;

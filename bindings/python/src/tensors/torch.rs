@@ -442,6 +442,19 @@ pub(crate) fn needs_gradient(name: &str) -> Failure {
     Failure::binding(ErrorKind::Unsupported, message, hint)
 }
 
+/// A new tensor like this one, its elements not set, and what it says of itself under the name `name`.
+pub(crate) fn empty_like<'py>(
+    name: &'static str,
+    like: &Bound<'py, PyAny>,
+) -> Result<(Bound<'py, PyAny>, Operand), Failure> {
+    let Some(api) = api(like.py()) else {
+        return Err(Failure::binding(ErrorKind::Kind, "torch is not loaded", "`import torch`"));
+    };
+    let made = api.empty_like.bind(like.py()).call1((like,))?;
+    let operand = read_plain(name, &made)?;
+    Ok((made, operand))
+}
+
 /// A new tensor on the device of `like`, its elements not set, and what it says of itself under the name `name`.
 pub(crate) fn empty_strided<'py>(
     like: &Bound<'py, PyAny>,

@@ -16,7 +16,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use rapt::{Alignment, CallCache, DType, Device, Options, Plan, Shape, Strides, TensorForm};
+use rapt::{Alignment, CallCache, DType, Options, Plan, Strides, TensorForm};
 
 use super::call::{self, Given, Read};
 use super::decide::{Modes, Verdict};
@@ -24,7 +24,7 @@ use super::dropout;
 use super::frame::Frame;
 use super::node::node;
 use super::request::{self, Flags};
-use super::{output, stats};
+use super::{output, stats, training};
 use crate::engine::Home;
 use crate::errors::Failure;
 use crate::kind::Kind;
@@ -44,40 +44,13 @@ pub(crate) fn set_registered(yes: bool) {
     IS_REGISTERED.store(yes, Ordering::Release);
 }
 
-/// What a tensor says of itself, but for its pointer.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Form {
-    device: Device,
-    dtype: DType,
-    shape: Shape,
-    strides: Strides,
-    alignment: Alignment,
-}
-
-impl Form {
-    fn tensor(&self) -> TensorForm {
-        let Form { device, dtype, shape, strides, alignment } = *self;
-        TensorForm { dtype, shape, strides, device, alignment }
-    }
-
-    fn of(operand: &Operand) -> Self {
-        let TensorForm { dtype, shape, strides, device, alignment } = operand.form();
-        Form { device, dtype, shape, strides, alignment }
-    }
-
-    /// `operand` in this form.
-    fn dress(self, operand: Operand) -> Operand {
-        Operand { shape: self.shape, strides: self.strides, ..operand }
-    }
-}
-
 /// What a request is, but for its pointers.
 #[derive(PartialEq, Eq)]
 struct Key {
-    q: Form,
-    k: Form,
-    v: Form,
-    mask: Option<Form>,
+    q: TensorForm,
+    k: TensorForm,
+    v: TensorForm,
+    mask: Option<TensorForm>,
     is_causal: bool,
     scale: Option<u64>,
     enable_gqa: bool,
@@ -90,7 +63,7 @@ struct Key {
 impl Hash for Key {
     /// By what differs most between the requests of one program.
     fn hash<H: Hasher>(&self, hasher: &mut H) {
-        for Form { shape, strides, .. } in [&self.q, &self.k] {
+        for TensorForm { shape, strides, .. } in [&self.q, &self.k] {
             shape[..].hash(hasher);
             strides[..].hash(hasher);
         }
@@ -101,23 +74,32 @@ impl Hash for Key {
 struct Entry {
     plan: Arc<Plan>,
     /// The operands with four dimensions.
-    q: Form,
-    k: Form,
-    v: Form,
-    mask: Option<Form>,
-    out: Form,
+    q: TensorForm,
+    k: TensorForm,
+    v: TensorForm,
+    mask: Option<TensorForm>,
+    out: TensorForm,
     /// The output as PyTorch would have made it.
-    given: Form,
+    given: TensorForm,
     /// lse with three dimensions, and as it is made.
-    lse: Option<(Form, Form)>,
+    lse: Option<(TensorForm, TensorForm)>,
 }
 
 /// A tensor that was made.
 type Made<'py> = (Bound<'py, PyAny>, Operand);
-/// The output of a call that was served, lse where it is kept, and the draw of its dropout.
-type Served<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>);
 /// A new entry, and the output of the call that made it.
 type Entered<'py> = (Arc<Entry>, Made<'py>);
+
+/// A call that was served.
+struct Served<'py> {
+    out: Bound<'py, PyAny>,
+    /// Where it is kept.
+    lse: Option<Bound<'py, PyAny>>,
+    /// Of its dropout.
+    draw: Option<Bound<'py, PyAny>>,
+    /// Whether PyTorch's flash op can make its node.
+    is_recordable: bool,
+}
 
 /// The arguments of a call, none of them checked.
 struct Call<'a, 'py> {
@@ -133,8 +115,8 @@ struct Call<'a, 'py> {
 enum Force {
     /// [`Modes::ORDINARY`].
     Ordinary,
-    /// The same but for a gradient that is needed; `mask`: by the mask.
-    Training { mask: bool },
+    /// The same but for a gradient that is needed; `mask`: by the mask; `whole`: by q, k and v, and by nothing else.
+    Training { mask: bool, whole: bool },
     /// Something asks for the slower road.
     Else,
 }
@@ -156,6 +138,8 @@ pub(crate) struct TorchKernel {
     allowed: Vec<Py<PyAny>>,
     /// Where tensors lie. What an ordinary one's keys are is known on a GPU only when its backend has started.
     device: Place,
+    /// The op of PyTorch's flash kernel on the CPU, which makes nodes of autograd; none where it is not Rapt's.
+    record: Option<Py<PyAny>>,
     /// Whether the kernel is told the keys of a call. Under the keys `CPU`, `CUDA` and `MPS` it need not be: what reaches those is
     /// plain memory.
     with_keyset: bool,
@@ -164,15 +148,21 @@ pub(crate) struct TorchKernel {
 #[pymethods]
 impl TorchKernel {
     #[new]
-    #[pyo3(signature = (cold, allowed, with_keyset, device="cpu"))]
-    fn new(cold: Py<PyAny>, allowed: Vec<Py<PyAny>>, with_keyset: bool, device: &str) -> PyResult<Self> {
+    #[pyo3(signature = (cold, allowed, with_keyset, device="cpu", record=None))]
+    fn new(
+        cold: Py<PyAny>,
+        allowed: Vec<Py<PyAny>>,
+        with_keyset: bool,
+        device: &str,
+        record: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
         let device = match device {
             "cpu" => Place::Cpu,
             "cuda" => Place::Cuda,
             "mps" => Place::Mps,
             _ => return Err(PyValueError::new_err(format!("device {device:?}: allowed are cpu, cuda and mps"))),
         };
-        Ok(TorchKernel { cold, allowed, device, with_keyset })
+        Ok(TorchKernel { cold, allowed, device, record, with_keyset })
     }
 
     /// `([keyset,] query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False)`.
@@ -253,10 +243,16 @@ impl TorchKernel {
             return Ok(None);
         }
         match self.force(py, &call)? {
-            Force::Ordinary => Ok(self.serve(py, &call, None)?.map(|(out, ..)| out)),
-            Force::Training { mask } if self.device != Place::Mps => {
-                let Some((out, Some(lse), draw)) = self.serve(py, &call, Some(mask))? else { return Ok(None) };
-                let Given { query, key, value, attn_mask } = call.given;
+            Force::Ordinary => Ok(self.serve(py, &call, None)?.map(|served| served.out)),
+            Force::Training { mask, whole } if self.device != Place::Mps => {
+                let Some(Served { out, lse: Some(lse), draw, is_recordable }) = self.serve(py, &call, Some(mask))?
+                else {
+                    return Ok(None);
+                };
+                if let Some(op) = self.record.as_ref().filter(|_| whole && is_recordable && draw.is_none()) {
+                    return Ok(Some(training::record(op.bind(py), given, [out, lse], is_causal, scale)?));
+                }
+                let Given { query, key, value, attn_mask } = given;
                 let arguments = (out, lse, query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, draw);
                 Ok(Some(node(py, "recorded")?.call1(arguments)?))
             }
@@ -275,11 +271,9 @@ impl TorchKernel {
             return Ok(Force::Else);
         }
         if torch::is_grad_enabled(py)? {
-            for tensor in call.given.all() {
-                if torch::requires_grad(tensor)? {
-                    let mask = call.given.attn_mask.map_or(Ok(false), torch::requires_grad)?;
-                    return Ok(Force::Training { mask });
-                }
+            let [q, k, v, mask] = request::requires_grad(call.given)?;
+            if q || k || v || mask {
+                return Ok(Force::Training { mask, whole: q && k && v && !mask });
             }
         }
         Ok(Force::Ordinary)
@@ -301,10 +295,10 @@ impl TorchKernel {
         };
         let torch_threads = Home::Default.torch_threads(py, Kind::Torch)?;
         let key = Key {
-            q: Form::of(&inputs.q),
-            k: Form::of(&inputs.k),
-            v: Form::of(&inputs.v),
-            mask: inputs.mask.as_ref().map(Form::of),
+            q: inputs.q.form(),
+            k: inputs.k.form(),
+            v: inputs.v.form(),
+            mask: inputs.mask.as_ref().map(Operand::form),
             is_causal: call.is_causal,
             scale: call.scale.map(f64::to_bits),
             enable_gqa: call.enable_gqa,
@@ -314,7 +308,7 @@ impl TorchKernel {
         };
         let (entry, (object, out)) = match CALLS.get(&key) {
             Some(entry) => {
-                let Form { dtype, shape, strides, .. } = entry.given;
+                let TensorForm { dtype, shape, strides, .. } = entry.given;
                 let made = torch::empty_strided(query, "out", dtype, &shape, &strides)?;
                 (entry, made)
             }
@@ -323,12 +317,13 @@ impl TorchKernel {
                 None => return Ok(None),
             },
         };
-        let mut out = entry.out.dress(out);
-        let (q, k, v) = (entry.q.dress(inputs.q), entry.k.dress(inputs.k), entry.v.dress(inputs.v));
-        let mask = inputs.mask.zip(entry.mask).map(|(mask, form)| form.dress(mask));
+        let is_recordable = training.is_some() && training::is_recordable(&inputs, call.enable_gqa);
+        let mut out = out.in_form(&entry.out);
+        let (q, k, v) = (inputs.q.in_form(&entry.q), inputs.k.in_form(&entry.k), inputs.v.in_form(&entry.v));
+        let mask = inputs.mask.zip(entry.mask).map(|(mask, form)| mask.in_form(&form));
         let made = entry.lse.map(|(_, given)| new_lse(query, &given)).transpose()?;
         let (lse_object, lse) = made.unzip();
-        let mut lse = lse.zip(entry.lse).map(|(lse, (form, _))| form.dress(lse));
+        let mut lse = lse.zip(entry.lse).map(|(lse, (form, _))| lse.in_form(&form));
         let planned = Home::Default.resume(Arc::clone(&entry.plan), torch_threads)?;
         // After everything that could send the call to `cold`, which draws itself.
         let draw = (call.dropout_p != 0.0).then(|| dropout::draw(query)).transpose()?;
@@ -345,24 +340,27 @@ impl TorchKernel {
         }
         // Before a node is made of it: a checkpoint's second forward ends there.
         stats::count_served();
-        Ok(Some((object, lse_object, draw)))
+        Ok(Some(Served { out: object, lse: lse_object, draw, is_recordable }))
     }
 }
 
 /// A new lse.
-fn new_lse<'py>(query: &Bound<'py, PyAny>, Form { dtype, shape, strides, .. }: &Form) -> Result<Made<'py>, Failure> {
+fn new_lse<'py>(
+    query: &Bound<'py, PyAny>,
+    TensorForm { dtype, shape, strides, .. }: &TensorForm,
+) -> Result<Made<'py>, Failure> {
     torch::empty_strided(query, "lse", *dtype, shape, strides)
 }
 
 /// lse with three dimensions, and as it is made: row-major, a number for each row of out.
-fn lse_forms(out: &Operand, out4: &Operand) -> Result<(Form, Form), Failure> {
+fn lse_forms(out: &Operand, out4: &Operand) -> Result<(TensorForm, TensorForm), Failure> {
     let dtype = if out.dtype == DType::F64 { DType::F64 } else { DType::F32 };
-    let form = |rows: &[usize]| -> Result<Form, Failure> {
+    let form = |rows: &[usize]| -> Result<TensorForm, Failure> {
         let shape = tensors::shape("lse", rows)?;
         let overflow = rapt::Error::Overflow { tensor: "lse", shape, strides: Strides::from([]) };
         let strides = shape.contiguous().ok_or(overflow)?;
         let alignment = Alignment::assumed(out.device);
-        Ok(Form { device: out.device, dtype, shape, strides, alignment })
+        Ok(TensorForm { device: out.device, dtype, shape, strides, alignment })
     };
     Ok((form(&out4.shape[..3])?, form(&out.shape[..out.shape.len() - 1])?))
 }
@@ -396,16 +394,16 @@ fn enter<'py>(py: Python<'py>, call: &Call<'_, 'py>, inputs: &Read, key: Key) ->
     let out = torch::read_plain("out", &object)?;
     let out4 = frame.out_piece(&out, &[])?;
     let lse = key.training.map(|_| lse_forms(&out, &out4)).transpose()?;
-    let spec = call::spec_of(four, (Some(&out4), lse.as_ref().map(|(form, _)| form.tensor())), &options)?;
+    let spec = call::spec_of(four, (Some(&out4), lse.map(|(form, _)| form)), &options)?;
     let plan = Home::Default.plan(py, Kind::Torch, &spec)?.plan;
     let entry = Arc::new(Entry {
         plan,
-        q: Form::of(&q4),
-        k: Form::of(&k4),
-        v: Form::of(&v4),
-        mask: mask4.as_ref().map(Form::of),
-        out: Form::of(&out4),
-        given: Form::of(&out),
+        q: q4.form(),
+        k: k4.form(),
+        v: v4.form(),
+        mask: mask4.as_ref().map(Operand::form),
+        out: out4.form(),
+        given: out.form(),
         lse,
     });
     CALLS.insert(key, Arc::clone(&entry));

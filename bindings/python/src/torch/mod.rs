@@ -8,6 +8,7 @@
 //! request   a call as `decide` needs it, and its refusals as typed errors
 //! output    a tensor with the strides of PyTorch's own answer
 //! kernel    the kernel that PyTorch calls, with the answers that it gave before
+//! training  nodes of PyTorch's own for what that kernel computed
 //! node      a call whose inputs require grad
 //! stats     how many calls were served
 //! python    what the Python files of rapt.torch call
@@ -23,3 +24,4 @@ pub(crate) mod output;
 pub(crate) mod python;
 pub(crate) mod request;
 pub(crate) mod stats;
+pub(crate) mod training;

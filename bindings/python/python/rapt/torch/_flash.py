@@ -28,6 +28,8 @@ TAKES_FLASH = hasattr(torch.library, "get_kernel")
 # whether it is > 0, and which graphs keep. (-0.0 would not do: the dispatcher drops arguments equal to their default.)
 COUNTED = -1.0 if TAKES_FLASH else 0.0  # this hand-over is counted
 TRACED = -2.0 if TAKES_FLASH else 0.0  # this one is part of a graph: to be decided when it runs
+# The mark of a node that PyTorch makes for what Rapt has computed: its gradients are Rapt's too.
+RECORDED = _native.TORCH_RECORDED
 
 _handing_over = threading.local()
 
@@ -45,12 +47,12 @@ def handing_over():
 # --- the ops -----------------------------------------------------------------------------------------------------------------
 
 
-def _flash_cpu(keyset, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+def _flash_cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
     """`_scaled_dot_product_flash_attention_for_cpu` -> (out, lse)."""
 
     def own(dropout_p):
         return _cpu.stock.call_boxed(
-            keyset, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            _CPU_KEYS, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )  # fmt: skip
 
     if _cpu.is_idle():
@@ -87,6 +89,8 @@ def _flash_cpu_backward(
             keyset, d_o, query, key, value, out, lse, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )  # fmt: skip
 
+    if dropout_p == RECORDED:
+        return _recorded_backward(d_o, query, key, value, out, lse, is_causal, attn_mask, scale)
     is_own = _cpu_backward.is_idle() or dropout_p == COUNTED
     dropout_p = max(0.0, dropout_p)
     if is_own:
@@ -98,6 +102,24 @@ def _flash_cpu_backward(
     causal = "top_left" if is_causal else None
     _native.backward_into(d_o, query, key, value, out, lse, *made, mask=attn_mask, causal=causal, scale=scale)
     return tuple(made)
+
+
+def _flash_cpu_backward_of_autograd(keyset, *args, **options):
+    """The same where autograd would record it."""
+    dropout_p = args[6]
+    if dropout_p != RECORDED:
+        _cpu_backward_of_autograd.is_idle()
+        return _cpu_backward_of_autograd.stock.call_boxed(keyset, *args, **options)
+    return _recorded_backward(*args[:6], args[7], options.get("attn_mask"), options.get("scale"))
+
+
+def _recorded_backward(d_o, query, key, value, out, lse, is_causal, attn_mask, scale):
+    """Gradients of a call that was recorded, whatever traces, batches or differentiates them."""
+    if d_o is None:
+        return None, None, None
+    call = _autograd.Sdpa(False, is_causal, scale, True, None, [], 0.0, None)
+    wanted = True, True, True, False
+    return tuple(_autograd.gradients(call, wanted, d_o, None, query, key, value, attn_mask, out, lse)[:3])
 
 
 def _flash_cuda(
@@ -134,18 +156,35 @@ def _flash_cuda(
 class _Flash(Held):
     """One of these ops; `stock` is PyTorch's own kernel, which a call is handed on to."""
 
-    def __init__(self, name, key, kernel):
+    def __init__(self, name, key, kernel, with_keyset=True):
         super().__init__(getattr(torch.ops.aten, name).default)
-        self.name, self.key, self.kernel, self.stock = name, key, kernel, None
+        self.name, self.key, self.kernel, self.stock, self.with_keyset = name, key, kernel, None, with_keyset
 
     def put(self, library):
         self.stock = torch.library.get_kernel(f"aten::{self.name}", self.key)
-        library.impl(self.name, self.kernel, self.key, with_keyset=True, allow_override=True)
+        library.impl(self.name, self.kernel, self.key, with_keyset=self.with_keyset, allow_override=True)
 
 
-_cpu, _cuda = _Flash(_CPU, "CPU", _flash_cpu), _Flash(_CUDA, "CUDA", _flash_cuda)
-_cpu_backward = _Flash(f"{_CPU}_backward", "CPU", _flash_cpu_backward)
-_of_cpu = (_cpu, _cpu_backward)
+class _Backward(_Flash):
+    """A backward op, which stays Rapt's while a node lives that was made for Rapt: its gradients may be asked for at any time."""
+
+    def retire(self):
+        if _native.torch_nodes() == 0:
+            super().retire()
+
+
+# Whoever is told the keys of a call waits a microsecond for them, and PyTorch's kernel of the CPU asks for none.
+_CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_cpu = _Flash(_CPU, "CPU", _native.TorchFlash(_flash_cpu), with_keyset=False)
+_cuda = _Flash(_CUDA, "CUDA", _flash_cuda)
+_cpu_backward = _Backward(f"{_CPU}_backward", "CPU", _flash_cpu_backward)
+_cpu_backward_of_autograd = _Backward(
+    f"{_CPU}_backward", "AutogradCPU", _native.TorchFlashBackward(_flash_cpu_backward_of_autograd)
+)
+_of_cpu = (_cpu, _cpu_backward, _cpu_backward_of_autograd)
+
+# What makes a node for what Rapt has computed.
+RECORD = getattr(torch.ops.aten, _CPU).default._op if TAKES_FLASH else None
 
 
 def take_cpu():

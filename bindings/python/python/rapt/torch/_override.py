@@ -2,9 +2,10 @@
 
 `aten::scaled_dot_product_attention` is taken at two dispatch keys of each device: AutogradCPU, AutogradCUDA and AutogradMPS, where
 ordinary tensors arrive, and CPU, CUDA and MPS, where inference tensors come straight. The native `TorchKernel` answers what models ask for;
-all else comes to `_sdpa_cold`. Where a gradient is needed that records Rapt's own node (`_autograd`); what Rapt does not serve goes to
-PyTorch's own (the composite kernel, which autograd sees through). While something traces (fake or functional tensors, dispatch modes) it ends in Rapt's
-own op, which compiled graphs then carry: inductor would otherwise decompose the aten op past us.
+all else comes to `_sdpa_cold`. Where a gradient is needed that records a node: on the CPU that of PyTorch's flash op (`_flash`) where it has the
+gradients that are asked for, else Rapt's own (`_autograd`). What Rapt does not serve goes to PyTorch's own (the composite kernel, which autograd sees
+through). While something traces (fake or functional tensors, dispatch modes) it ends in Rapt's own op, which compiled graphs then carry: inductor would
+otherwise decompose the aten op past us.
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` is taken too (`_flash`), for graphs that were decomposed before. PyTorch's own
 composite kernel ends there as well, so every hand-over marks itself by a negative dropout_p. So is the flash op of codes (`_flash_codes`).
@@ -44,7 +45,8 @@ def _kernel(device, with_keyset):
     if device != "cpu":
         allowed = ["math", "flash", "mem_efficient", "cudnn"]
     flags = [getattr(torch._C, f"_get_{name}_sdp_enabled", None) for name in allowed]
-    return TorchKernel(_sdpa_cold, [flag for flag in flags if flag is not None], with_keyset, device)
+    record = _flash.RECORD if device == "cpu" else None
+    return TorchKernel(_sdpa_cold, [flag for flag in flags if flag is not None], with_keyset, device, record)
 
 
 # In inference mode nothing stands between torch.compile and the op; older torch (2.6) then decomposes it before it asks for
