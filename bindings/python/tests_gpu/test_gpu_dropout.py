@@ -7,6 +7,7 @@ from gpu_reference import name_of
 from torch.utils.checkpoint import checkpoint
 
 import rapt
+import rapt.flash_attn
 import rapt.torch
 from rapt import _reference
 
@@ -254,6 +255,41 @@ def test_captured_sequences_draw_anew_at_each_replay():
         assert is_one_mask(v, out, d_o, dv)
         seen.append(out.detach().clone())
     assert not torch.equal(*seen)
+
+
+def of_nested(q, k, v, at):
+    q = torch.nested.nested_tensor_from_jagged(q, at.long(), min_seqlen=1, max_seqlen=150).transpose(1, 2)
+    k, v = (torch.nested.nested_tensor_from_jagged(x, q.offsets(), min_seqlen=1, max_seqlen=150).transpose(1, 2) for x in (k, v))
+    return rapt.scaled_dot_product_attention(q, k, v, dropout_p=0.4).values().transpose(0, 1)
+
+
+OTHER_ROUTES = {
+    "nested tensors": of_nested,
+    "rapt.flash_attn, packed": lambda q, k, v, at: rapt.flash_attn.flash_attn_varlen_func(q, k, v, at, at, 150, 150, dropout_p=0.4),
+    "rapt.flash_attn": lambda q, k, v, _at: rapt.flash_attn.flash_attn_func(q[None], k[None], v[None], dropout_p=0.4)[0],
+}
+
+
+@pytest.mark.parametrize("route", OTHER_ROUTES)
+def test_every_other_route_draws_anew_at_each_replay(route):
+    at = torch.tensor([0, 150, 151, 221, 285], dtype=torch.int32, device="cuda")
+    q, k, v = (new(285, 4, 64, dtype=torch.bfloat16, seed=n).requires_grad_() for n in range(3))
+    d_o = new(285, 4, 64, dtype=torch.bfloat16, seed=4)
+
+    def step():
+        out = OTHER_ROUTES[route](q, k, v, at)
+        return out, *torch.autograd.grad(out, (q, k, v), d_o)
+
+    graph, (out, _, _, dv) = captured(step)
+    seen = []
+    for seed in (1, 1, 2):
+        torch.cuda.manual_seed(seed)
+        for _ in range(2):
+            graph.replay()
+            # bfloat16: out and dv are rounded, each product of them by at most 2^-9.
+            assert abs((d_o.double() * out.double()).sum() - (dv.double() * v.double()).sum()) < 4e-3 * (d_o.double() * out.double()).abs().sum()
+            seen.append(out.detach().clone())
+    assert all(torch.equal(a, b) for a, b in zip(seen[:2], seen[2:4])) and not torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[4])
 
 
 def test_compiled_steps_with_dropout_are_cuda_graphs():
