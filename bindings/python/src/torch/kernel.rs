@@ -138,7 +138,7 @@ pub(crate) struct TorchKernel {
     allowed: Vec<Py<PyAny>>,
     /// Where tensors lie. What an ordinary one's keys are is known on a GPU only when its backend has started.
     device: Place,
-    /// The op of PyTorch's flash kernel on the CPU, which makes nodes of autograd; none where it is not Rapt's.
+    /// The op of PyTorch's flash kernel on the CPU, which makes nodes of autograd; none where its kernels are not Rapt's.
     record: Option<Py<PyAny>>,
     /// Whether the kernel is told the keys of a call. Under the keys `CPU`, `CUDA` and `MPS` it need not be: what reaches those is
     /// plain memory.

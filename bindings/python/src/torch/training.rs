@@ -1,14 +1,15 @@
-//! Gradients of ordinary calls on the CPU: the node of PyTorch's own flash op, both passes Rapt's.
+//! Gradients of ordinary calls on the CPU and on NVIDIA's GPUs: the node of PyTorch's own flash op of the CPU, both passes Rapt's.
 //!
 //! ```text
 //! kernel     computes (out, lse), leaves them here and calls the op of PyTorch's flash kernel with a mark
-//! autograd   PyTorch's: makes the node of that op, and asks its CPU kernel for the answer
+//! autograd   PyTorch's: makes the node of that op, and asks its kernel for the answer
 //! Flash      takes what was left here
 //! …          the node's backward op, with what the node kept and the same mark
 //! FlashBackward   computes dq, dk and dv, by a plan that is kept as the kernel's are
 //! ```
 //! Such a node costs what a node of PyTorch's costs: one that is written in Python takes as long as all of the attention of 16² does. It has gradients
 //! by all of query, key and value and by nothing else, and no dropout; for whatever else is asked `rapt.torch._autograd` makes one. Its `metadata` has "rapt".
+//! Of PyTorch's ops this is the one whose node keeps nothing but what Rapt's backward reads; on a GPU PyTorch has no kernel for it.
 
 use std::cell::RefCell;
 use std::hash::{Hash, Hasher};
@@ -26,7 +27,7 @@ use super::call::{self, Given, Read};
 use crate::engine::Home;
 use crate::errors::Failure;
 use crate::kind::Kind;
-use crate::tensors::{Operand, StreamContext, torch};
+use crate::tensors::{Enqueued, Operand, StreamContext, torch};
 
 /// The mark: a `dropout_p` that nobody asks for, which the node keeps and hands to its backward op.
 pub(crate) const RECORDED: f64 = -3.0;
@@ -97,8 +98,8 @@ pub(super) fn record<'py>(
         all.len()
     });
     let made = op.call((query, key, value, RECORDED, is_causal), Some(&options));
-    // Nobody took it where somebody before the kernel raised.
-    COMPUTED.with_borrow_mut(|all| all.truncate(depth - 1));
+    // Nobody took it where somebody before the kernel raised. Dropped when nothing is borrowed: whoever watches a tensor end may call again.
+    drop(COMPUTED.with_borrow_mut(|all| all.split_off(depth - 1)));
     let out = made?.get_item(0)?;
     let kept = out.getattr(intern!(py, "grad_fn"))?.getattr(intern!(py, "metadata"))?;
     kept.set_item(intern!(py, "rapt"), Alive::new())?;
@@ -189,13 +190,15 @@ type Made<'py> = (Bound<'py, PyAny>, Operand);
 pub(crate) struct TorchFlashBackward {
     /// `(*args, **kwargs)`: whatever is not served here.
     cold: Py<PyAny>,
+    /// Whether its tensors lie on a GPU.
+    on_gpu: bool,
 }
 
 #[pymethods]
 impl TorchFlashBackward {
     #[new]
-    fn new(cold: Py<PyAny>) -> Self {
-        TorchFlashBackward { cold }
+    fn new(cold: Py<PyAny>, on_gpu: bool) -> Self {
+        TorchFlashBackward { cold, on_gpu }
     }
 
     /// `(keyset, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None)`.
@@ -207,7 +210,7 @@ impl TorchFlashBackward {
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         // A panic happens again, and is reported, on the slower road.
-        match catch_unwind(AssertUnwindSafe(|| hot(py, args, kwargs))) {
+        match catch_unwind(AssertUnwindSafe(|| hot(py, self.on_gpu, args, kwargs))) {
             Ok(Ok(Some(gradients))) => Ok(gradients),
             Ok(Err(Failure::Python(error))) => Err(error),
             // A refusal has written nothing; it is made again there.
@@ -219,6 +222,7 @@ impl TorchFlashBackward {
 /// The gradients of a call that was recorded here: plain tensors, nothing that traces, and not to be differentiated again.
 fn hot<'py>(
     py: Python<'py>,
+    on_gpu: bool,
     args: &Bound<'py, PyTuple>,
     kwargs: Option<&Bound<'py, PyDict>>,
 ) -> Result<Option<Bound<'py, PyAny>>, Failure> {
@@ -226,7 +230,8 @@ fn hot<'py>(
     if !is_whole || !is_recorded(args, 7) || torch::is_grad_enabled(py)? {
         return Ok(None);
     }
-    let [outside, inside] = torch::plain(py)?;
+    let plain = if on_gpu { torch::plain_cuda(py)? } else { Some(torch::plain(py)?) };
+    let Some([outside, inside]) = plain else { return Ok(None) };
     let keys: u64 = args.get_borrowed_item(0)?.call_method0(intern!(py, "raw_repr"))?.extract()?;
     if keys & !(outside | inside | undefined(py)?) != 0 {
         return Ok(None);
@@ -236,18 +241,17 @@ fn hot<'py>(
     let scale: Option<f64> = named(intern!(py, "scale"))?.map_or(Ok(None), |scale| scale.extract())?;
     let is_causal = args.get_borrowed_item(8)?.is_truthy()?;
     let given = |at: usize| args.get_item(at);
-    let (q, k, v) = (given(2)?, given(3)?, given(4)?);
-    let read = |name, at| -> Result<Operand, Failure> { torch::read_plain(name, &args.get_item(at)?) };
+    let (d_o, q, k, v, out, lse) = (given(1)?, given(2)?, given(3)?, given(4)?, given(5)?, given(6)?);
     let tensors = Tensors {
-        d_o: read("d_o", 1)?,
+        d_o: torch::read_plain("d_o", &d_o)?,
         inputs: Read {
             q: torch::read_plain("q", &q)?,
             k: torch::read_plain("k", &k)?,
             v: torch::read_plain("v", &v)?,
             mask: mask.as_ref().map(|mask| torch::read_plain("mask", mask)).transpose()?,
         },
-        out: read("out", 5)?,
-        lse: read("lse", 6)?,
+        out: torch::read_plain("out", &out)?,
+        lse: torch::read_plain("lse", &lse)?,
     };
     let inputs = &tensors.inputs;
     let torch_threads = Home::Default.torch_threads(py, Kind::Torch)?;
@@ -274,7 +278,11 @@ fn hot<'py>(
         }
         None => enter(py, [&q, &k, &v], &tensors, key)?,
     };
-    run(py, &entry, &tensors, made, torch_threads).map(Some)
+    let (gradients, enqueued) = run(py, &entry, &tensors, made, torch_threads)?;
+    if let Some(enqueued) = enqueued {
+        torch::record_stream(py, enqueued, [&d_o, &q, &k, &v, &out, &lse].into_iter().chain(&mask))?;
+    }
+    Ok(Some(gradients))
 }
 
 /// What a tensor that is not there adds to the keys of a call: a node hands its mask on so.
@@ -310,14 +318,14 @@ fn enter<'py>(
     Ok((entry, made))
 }
 
-/// Proves and runs: the three gradients.
+/// Proves and runs: the three gradients, and where they are enqueued.
 fn run<'py>(
     py: Python<'py>,
     entry: &Entry,
     tensors: &Tensors,
     made: [Made<'py>; 3],
     torch_threads: Option<usize>,
-) -> Result<Bound<'py, PyAny>, Failure> {
+) -> Result<(Bound<'py, PyAny>, Option<Enqueued>), Failure> {
     let Tensors { d_o, inputs: Read { q, k, v, mask }, out, lse } = tensors;
     let [(dq_object, mut dq), (dk_object, mut dk), (dv_object, mut dv)] = made;
     let operands = BackwardTensors {
@@ -328,6 +336,6 @@ fn run<'py>(
         ..BackwardTensors::new([q.view()?, k.view()?, v.view()?], out.view()?, lse.view()?, d_o.view()?)
     };
     let planned = Home::Default.resume_backward(Arc::clone(&entry.plan), torch_threads)?;
-    planned.run(py, operands, &StreamContext::Torch)?;
-    Ok(PyTuple::new(py, [dq_object, dk_object, dv_object])?.into_any())
+    let enqueued = planned.run(py, operands, &StreamContext::Torch)?;
+    Ok((PyTuple::new(py, [dq_object, dk_object, dv_object])?.into_any(), enqueued))
 }

@@ -153,6 +153,21 @@ def _flash_cuda(
     return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, query.new_empty(0)
 
 
+def _flash_cuda_backward_of_autograd(_keyset, *args, **options):
+    return _recorded_cuda_backward(*args, **options)
+
+
+def _no_kernel(*_arguments, **_options):
+    raise NotImplementedError("PyTorch's flash op of the CPU has no kernel for a GPU: there Rapt has it for nodes of autograd alone")
+
+
+def _recorded_cuda_backward(*args, **options):
+    """`_scaled_dot_product_flash_attention_for_cpu_backward` on a GPU, which nodes alone ask for."""
+    if args[6] != RECORDED:
+        _no_kernel()
+    return _recorded_backward(*args[:6], args[7], options.get("attn_mask"), options.get("scale"))
+
+
 class _Flash(Held):
     """One of these ops; `stock` is PyTorch's own kernel, which a call is handed on to."""
 
@@ -161,7 +176,8 @@ class _Flash(Held):
         self.name, self.key, self.kernel, self.stock, self.with_keyset = name, key, kernel, None, with_keyset
 
     def put(self, library):
-        self.stock = torch.library.get_kernel(f"aten::{self.name}", self.key)
+        if torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"aten::{self.name}", self.key):
+            self.stock = torch.library.get_kernel(f"aten::{self.name}", self.key)
         library.impl(self.name, self.kernel, self.key, with_keyset=self.with_keyset, allow_override=True)
 
 
@@ -179,7 +195,13 @@ _cpu = _Flash(_CPU, "CPU", _native.TorchFlash(_flash_cpu), with_keyset=False)
 _cuda = _Flash(_CUDA, "CUDA", _flash_cuda)
 _cpu_backward = _Backward(f"{_CPU}_backward", "CPU", _flash_cpu_backward)
 _cpu_backward_of_autograd = _Backward(
-    f"{_CPU}_backward", "AutogradCPU", _native.TorchFlashBackward(_flash_cpu_backward_of_autograd)
+    f"{_CPU}_backward", "AutogradCPU", _native.TorchFlashBackward(_flash_cpu_backward_of_autograd, False)
+)
+# On a GPU the same ops are nobody's but Rapt's.
+_of_cuda = (
+    _Flash(_CPU, "CUDA", _native.TorchFlash(_no_kernel), with_keyset=False),
+    _Backward(f"{_CPU}_backward", "CUDA", _recorded_cuda_backward, with_keyset=False),
+    _Backward(f"{_CPU}_backward", "AutogradCUDA", _native.TorchFlashBackward(_flash_cuda_backward_of_autograd, True)),
 )
 _of_cpu = (_cpu, _cpu_backward, _cpu_backward_of_autograd)
 
@@ -187,23 +209,23 @@ _of_cpu = (_cpu, _cpu_backward, _cpu_backward_of_autograd)
 RECORD = getattr(torch.ops.aten, _CPU).default._op if TAKES_FLASH else None
 
 
-def take_cpu():
-    """Make the flash ops of the CPU Rapt's, where there is a way back."""
+def take():
+    """Make the flash ops of the CPU Rapt's, where there is a way back; on a GPU too, where they make nodes alone."""
     if TAKES_FLASH:
-        for op in _of_cpu:
+        for op in (*_of_cpu, *_of_cuda):
             op.take()
 
 
-def leave_cpu():
-    """Take back one `take_cpu()`: the kernels stay, idle."""
+def leave():
+    """Take back one `take()`: the kernels stay, idle."""
     if TAKES_FLASH:
-        for op in _of_cpu:
+        for op in (*_of_cpu, *_of_cuda):
             op.leave()
 
 
-def retire_cpu():
+def retire():
     """Take the idle kernels out."""
-    for op in _of_cpu:
+    for op in (*_of_cpu, *_of_cuda):
         op.retire()
 
 

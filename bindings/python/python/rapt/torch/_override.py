@@ -2,8 +2,8 @@
 
 `aten::scaled_dot_product_attention` is taken at two dispatch keys of each device: AutogradCPU, AutogradCUDA and AutogradMPS, where
 ordinary tensors arrive, and CPU, CUDA and MPS, where inference tensors come straight. The native `TorchKernel` answers what models ask for;
-all else comes to `_sdpa_cold`. Where a gradient is needed that records a node: on the CPU that of PyTorch's flash op (`_flash`) where it has the
-gradients that are asked for, else Rapt's own (`_autograd`). What Rapt does not serve goes to PyTorch's own (the composite kernel, which autograd sees
+all else comes to `_sdpa_cold`. Where a gradient is needed that records a node: that of PyTorch's flash op of the CPU (`_flash`), on a GPU
+too, where it has the gradients that are asked for, else Rapt's own (`_autograd`). What Rapt does not serve goes to PyTorch's own (the composite kernel, which autograd sees
 through). While something traces (fake or functional tensors, dispatch modes) it ends in Rapt's own op, which compiled graphs then carry: inductor would
 otherwise decompose the aten op past us.
 
@@ -45,7 +45,7 @@ def _kernel(device, with_keyset):
     if device != "cpu":
         allowed = ["math", "flash", "mem_efficient", "cudnn"]
     flags = [getattr(torch._C, f"_get_{name}_sdp_enabled", None) for name in allowed]
-    record = _flash.RECORD if device == "cpu" else None
+    record = None if device == "mps" else _flash.RECORD
     return TorchKernel(_sdpa_cold, [flag for flag in flags if flag is not None], with_keyset, device, record)
 
 
@@ -123,7 +123,7 @@ class _Sdpa(Held):
     def taken_out(self):
         if _DECOMPOSES_FIRST:
             del _OP.py_kernels[_COMPOSITE]
-        _flash.retire_cpu()
+        _flash.retire()
         _flash_codes.retire()
 
 
@@ -134,7 +134,7 @@ _is_in_transformers = False
 
 def _enter():
     global _mha_fastpath, _is_in_transformers
-    _flash.take_cpu()
+    _flash.take()
     _flash_codes.take()
     _mha_fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -151,7 +151,7 @@ def _leave():
     _native.set_registered(False)
     _jagged.leave()
     _dtensor.leave()
-    _flash.leave_cpu()
+    _flash.leave()
     _flash_codes.leave()
     if not torch.backends.mha.get_fastpath_enabled():
         torch.backends.mha.set_fastpath_enabled(_mha_fastpath)
