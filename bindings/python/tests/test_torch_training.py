@@ -156,6 +156,18 @@ def test_modes_see_the_backward_op():
     assert all(map(torch.equal, got, by_own_node(d_o, inputs)))
 
 
+def test_a_compiled_backward_has_the_same_bits():
+    from torch._dynamo import compiled_autograd
+
+    inputs, d_o = [tensor(1, 2, 9, 8, seed=seed) for seed in range(3)], tensor(1, 2, 9, 8, seed=4)
+    with served():
+        out = sdpa(*(given := leaves(*inputs)), is_causal=True)
+    wanted = by_own_node(d_o, inputs, is_causal=True)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        out.backward(d_o)
+    assert all(torch.equal(t.grad, one) for t, one in zip(given, wanted))
+
+
 def test_the_mark_alone_is_an_ordinary_call():
     inputs = [tensor(1, 2, 9, 8, seed=seed) for seed in range(3)]
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
