@@ -206,7 +206,7 @@ _of_cuda = (
 _of_cpu = (_cpu, _cpu_backward, _cpu_backward_of_autograd)
 
 # What makes a node for what Rapt has computed.
-RECORD = getattr(torch.ops.aten, _CPU).default._op if TAKES_FLASH else None
+RECORD = getattr(torch, _CPU, getattr(torch.ops.aten, _CPU)) if TAKES_FLASH else None
 
 
 def take():
