@@ -1,5 +1,10 @@
-//! The tensors of a call of PyTorch's signature, and one piece of four dimensions of it, proven and run.
+//! The tensors of a call of PyTorch's signature, and one piece of four dimensions of it, proven and run; what the native kernels share.
 
+use std::hash::{Hash, Hasher};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
 use pyo3::prelude::*;
 use rapt::{Causal, DropoutSeed, Options, Spec, TensorForm, Tensors};
 
@@ -7,9 +12,68 @@ use super::frame::Inputs;
 use crate::engine::Planned;
 use crate::errors::Failure;
 use crate::kind::Kind;
-use crate::tensors::{self, Enqueued, Operand, StreamContext};
+use crate::tensors::{self, Enqueued, Operand, StreamContext, torch};
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// A tensor that was made.
+pub(super) type Made<'py> = (Bound<'py, PyAny>, Operand);
+
+/// Where the tensors of a kernel lie.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    Cpu,
+    Cuda,
+    Mps,
+}
+
+impl Place {
+    /// By PyTorch's name.
+    pub(super) fn named(device: &str) -> PyResult<Self> {
+        match device {
+            "cpu" => Ok(Place::Cpu),
+            "cuda" => Ok(Place::Cuda),
+            "mps" => Ok(Place::Mps),
+            _ => Err(PyValueError::new_err(format!("device {device:?}: allowed are cpu, cuda and mps"))),
+        }
+    }
+
+    /// Whether a call of these keys is one of ordinary tensors here, with nothing in force around it: the union over the tensors and the modes,
+    /// one look for what would take ten questions. What an ordinary tensor's keys are is known on a GPU only when its backend has started.
+    /// `besides` are keys that make no difference.
+    pub(super) fn is_ordinary(self, keyset: Object<'_, '_>, besides: u64) -> PyResult<bool> {
+        let py = keyset.py();
+        let plain = match self {
+            Place::Cpu => Some(torch::plain(py)?),
+            Place::Cuda => torch::plain_cuda(py)?,
+            Place::Mps => torch::plain_mps(py)?,
+        };
+        let Some([outside, inside]) = plain else { return Ok(false) };
+        let keys: u64 = keyset.call_method0(intern!(py, "raw_repr"))?.extract()?;
+        Ok(keys & !(outside | inside | besides) == 0)
+    }
+}
+
+/// What `hot` answers, or `cold` where that has no answer, refuses or panics: a refusal has written nothing, and it or the panic happens again and is
+/// reported there.
+pub(super) fn hot_or_cold<'py>(
+    hot: impl FnOnce() -> Result<Option<Bound<'py, PyAny>>, Failure>,
+    cold: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    match catch_unwind(AssertUnwindSafe(hot)) {
+        Ok(Ok(Some(answer))) => Ok(answer),
+        Ok(Err(Failure::Python(error))) => Err(error),
+        _ => cold(),
+    }
+}
+
+/// Hashes a request by q and k, in which the requests of one program differ most.
+pub(super) fn hash_request<H: Hasher>(q: &TensorForm, k: &TensorForm, hasher: &mut H) {
+    for TensorForm { shape, strides, .. } in [q, k] {
+        shape[..].hash(hasher);
+        strides[..].hash(hasher);
+    }
+}
 
 /// The tensors of a call, as they were given.
 #[derive(Clone, Copy)]

@@ -8,17 +8,15 @@
 //! everything out of the ordinary goes to the Python function given at the start, which asks it again with what is in force then.
 
 use std::hash::{Hash, Hasher};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
 
-use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use rapt::{Alignment, CallCache, DType, Options, Plan, Strides, TensorForm};
 
-use super::call::{self, Given, Read};
+use super::call::{self, Given, Made, Place, Read};
 use super::decide::{Modes, Verdict};
 use super::dropout;
 use super::frame::Frame;
@@ -61,12 +59,8 @@ struct Key {
 }
 
 impl Hash for Key {
-    /// By what differs most between the requests of one program.
     fn hash<H: Hasher>(&self, hasher: &mut H) {
-        for TensorForm { shape, strides, .. } in [&self.q, &self.k] {
-            shape[..].hash(hasher);
-            strides[..].hash(hasher);
-        }
+        call::hash_request(&self.q, &self.k, hasher);
     }
 }
 
@@ -81,12 +75,12 @@ struct Entry {
     out: TensorForm,
     /// The output as PyTorch would have made it.
     given: TensorForm,
+    /// Whether the operands had four dimensions, of which none broadcasts: PyTorch's flash op can make the node of such a call.
+    is_recordable: bool,
     /// lse with three dimensions, and as it is made.
     lse: Option<(TensorForm, TensorForm)>,
 }
 
-/// A tensor that was made.
-type Made<'py> = (Bound<'py, PyAny>, Operand);
 /// A new entry, and the output of the call that made it.
 type Entered<'py> = (Arc<Entry>, Made<'py>);
 
@@ -121,14 +115,6 @@ enum Force {
     Else,
 }
 
-/// Where the tensors of a kernel lie.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
-    Cpu,
-    Cuda,
-    Mps,
-}
-
 /// The kernel under one dispatch key.
 #[pyclass(frozen, module = "rapt._native", name = "TorchKernel")]
 pub(crate) struct TorchKernel {
@@ -136,7 +122,7 @@ pub(crate) struct TorchKernel {
     cold: Py<PyAny>,
     /// Functions without arguments; one that says no sends the call to `cold`.
     allowed: Vec<Py<PyAny>>,
-    /// Where tensors lie. What an ordinary one's keys are is known on a GPU only when its backend has started.
+    /// Where tensors lie.
     device: Place,
     /// The op of PyTorch's flash kernel on the CPU, which makes nodes of autograd; none where its kernels are not Rapt's.
     record: Option<Py<PyAny>>,
@@ -156,12 +142,7 @@ impl TorchKernel {
         device: &str,
         record: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
-        let device = match device {
-            "cpu" => Place::Cpu,
-            "cuda" => Place::Cuda,
-            "mps" => Place::Mps,
-            _ => return Err(PyValueError::new_err(format!("device {device:?}: allowed are cpu, cuda and mps"))),
-        };
+        let device = Place::named(device)?;
         Ok(TorchKernel { cold, allowed, device, record, with_keyset })
     }
 
@@ -173,17 +154,13 @@ impl TorchKernel {
         args: &Bound<'py, PyTuple>,
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        // A panic happens again, and is reported, on the slower road.
-        let hot = catch_unwind(AssertUnwindSafe(|| self.hot(py, args, kwargs)));
-        match hot {
-            Ok(Ok(Some(out))) => Ok(out),
-            Ok(Err(Failure::Python(error))) => Err(error),
-            // A refusal has written nothing; whose error it is to be is decided there.
-            _ => {
+        call::hot_or_cold(
+            || self.hot(py, args, kwargs),
+            || {
                 let first = usize::from(self.with_keyset);
                 self.cold.bind(py).call(args.get_slice(first, args.len()), kwargs)
-            }
-        }
+            },
+        )
     }
 }
 
@@ -199,18 +176,8 @@ impl TorchKernel {
         if !IS_REGISTERED.load(Ordering::Acquire) {
             return Ok(None);
         }
-        // The union over the tensors and the modes in force: one look for what would take ten questions.
-        if self.with_keyset {
-            let plain = match self.device {
-                Place::Cpu => Some(torch::plain(py)?),
-                Place::Cuda => torch::plain_cuda(py)?,
-                Place::Mps => torch::plain_mps(py)?,
-            };
-            let Some([outside, inside]) = plain else { return Ok(None) };
-            let keys: u64 = args.get_borrowed_item(0)?.call_method0(intern!(py, "raw_repr"))?.extract()?;
-            if keys & !(outside | inside) != 0 {
-                return Ok(None);
-            }
+        if self.with_keyset && !self.device.is_ordinary(&args.get_item(0)?, 0)? {
+            return Ok(None);
         }
         let first = usize::from(self.with_keyset);
         let len = args.len();
@@ -317,7 +284,6 @@ impl TorchKernel {
                 None => return Ok(None),
             },
         };
-        let is_recordable = training.is_some() && training::is_recordable(&inputs, call.enable_gqa);
         let mut out = out.in_form(&entry.out);
         let (q, k, v) = (inputs.q.in_form(&entry.q), inputs.k.in_form(&entry.k), inputs.v.in_form(&entry.v));
         let mask = inputs.mask.zip(entry.mask).map(|(mask, form)| mask.in_form(&form));
@@ -340,7 +306,7 @@ impl TorchKernel {
         }
         // Before a node is made of it: a checkpoint's second forward ends there.
         stats::count_served();
-        Ok(Some(Served { out: object, lse: lse_object, draw, is_recordable }))
+        Ok(Some(Served { out: object, lse: lse_object, draw, is_recordable: entry.is_recordable }))
     }
 }
 
@@ -396,8 +362,10 @@ fn enter<'py>(py: Python<'py>, call: &Call<'_, 'py>, inputs: &Read, key: Key) ->
     let lse = key.training.map(|_| lse_forms(&out, &out4)).transpose()?;
     let spec = call::spec_of(four, (Some(&out4), lse.map(|(form, _)| form)), &options)?;
     let plan = Home::Default.plan(py, Kind::Torch, &spec)?.plan;
+    let is_whole = [(q, &q4), (k, &k4), (v, &v4)].into_iter().all(|(given, piece)| given.form() == piece.form());
     let entry = Arc::new(Entry {
         plan,
+        is_recordable: is_whole && inputs.mask.as_ref().is_none_or(|mask| mask.shape.len() == 4),
         q: q4.form(),
         k: k4.form(),
         v: v4.form(),

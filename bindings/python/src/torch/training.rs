@@ -13,7 +13,6 @@
 
 use std::cell::RefCell;
 use std::hash::{Hash, Hasher};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 
@@ -23,7 +22,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 use rapt::{BackwardPlan, BackwardSpec, BackwardTensors, CallCache, GradientForms, TensorForm};
 
-use super::call::{self, Given, Read};
+use super::call::{self, Given, Made, Place, Read};
 use crate::engine::Home;
 use crate::errors::Failure;
 use crate::kind::Kind;
@@ -66,14 +65,6 @@ thread_local! {
 #[pyfunction]
 pub(crate) fn torch_nodes() -> usize {
     NODES.load(Ordering::Relaxed)
-}
-
-/// Whether `op` can record a call of these operands: four dimensions each, of which none broadcasts.
-pub(super) fn is_recordable(read: &Read, enable_gqa: bool) -> bool {
-    let Read { q, k, v, mask } = read;
-    let (q, k, v) = (&q.shape, &k.shape, &v.shape);
-    let of_four = [q, k, v].iter().all(|shape| shape.len() == 4) && mask.as_ref().is_none_or(|m| m.shape.len() == 4);
-    of_four && q[0] == k[0] && k[..2] == v[..2] && (enable_gqa || q[1] == k[1])
 }
 
 /// The output of a call that has computed (out, lse), with PyTorch's node, which `op` makes.
@@ -158,12 +149,8 @@ struct Key {
 }
 
 impl Hash for Key {
-    /// By what differs most between the requests of one program.
     fn hash<H: Hasher>(&self, hasher: &mut H) {
-        for TensorForm { shape, strides, .. } in [&self.q, &self.k] {
-            shape[..].hash(hasher);
-            strides[..].hash(hasher);
-        }
+        call::hash_request(&self.q, &self.k, hasher);
     }
 }
 
@@ -182,23 +169,20 @@ struct Tensors {
     lse: Operand,
 }
 
-/// A tensor that was made.
-type Made<'py> = (Bound<'py, PyAny>, Operand);
-
 /// The kernel of `_scaled_dot_product_flash_attention_for_cpu_backward`, where autograd would record it.
 #[pyclass(frozen, module = "rapt._native", name = "TorchFlashBackward")]
 pub(crate) struct TorchFlashBackward {
     /// `(*args, **kwargs)`: whatever is not served here.
     cold: Py<PyAny>,
-    /// Whether its tensors lie on a GPU.
-    on_gpu: bool,
+    /// Where its tensors lie.
+    device: Place,
 }
 
 #[pymethods]
 impl TorchFlashBackward {
     #[new]
-    fn new(cold: Py<PyAny>, on_gpu: bool) -> Self {
-        TorchFlashBackward { cold, on_gpu }
+    fn new(cold: Py<PyAny>, device: &str) -> PyResult<Self> {
+        Ok(TorchFlashBackward { cold, device: Place::named(device)? })
     }
 
     /// `(keyset, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None)`.
@@ -209,20 +193,14 @@ impl TorchFlashBackward {
         args: &Bound<'py, PyTuple>,
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        // A panic happens again, and is reported, on the slower road.
-        match catch_unwind(AssertUnwindSafe(|| hot(py, self.on_gpu, args, kwargs))) {
-            Ok(Ok(Some(gradients))) => Ok(gradients),
-            Ok(Err(Failure::Python(error))) => Err(error),
-            // A refusal has written nothing; it is made again there.
-            _ => self.cold.bind(py).call(args, kwargs),
-        }
+        call::hot_or_cold(|| hot(py, self.device, args, kwargs), || self.cold.bind(py).call(args, kwargs))
     }
 }
 
 /// The gradients of a call that was recorded here: plain tensors, nothing that traces, and not to be differentiated again.
 fn hot<'py>(
     py: Python<'py>,
-    on_gpu: bool,
+    device: Place,
     args: &Bound<'py, PyTuple>,
     kwargs: Option<&Bound<'py, PyDict>>,
 ) -> Result<Option<Bound<'py, PyAny>>, Failure> {
@@ -230,10 +208,7 @@ fn hot<'py>(
     if !is_whole || !is_recorded(args, 7) || torch::is_grad_enabled(py)? {
         return Ok(None);
     }
-    let plain = if on_gpu { torch::plain_cuda(py)? } else { Some(torch::plain(py)?) };
-    let Some([outside, inside]) = plain else { return Ok(None) };
-    let keys: u64 = args.get_borrowed_item(0)?.call_method0(intern!(py, "raw_repr"))?.extract()?;
-    if keys & !(outside | inside | undefined(py)?) != 0 {
+    if !device.is_ordinary(&args.get_item(0)?, undefined(py)?)? {
         return Ok(None);
     }
     let named = |name| kwargs.map_or(Ok(None), |kwargs| kwargs.get_item(name));

@@ -90,7 +90,7 @@ def _flash_cpu_backward(
         )  # fmt: skip
 
     if dropout_p == RECORDED:
-        return _recorded_backward(d_o, query, key, value, out, lse, is_causal, attn_mask, scale)
+        return _recorded_backward(d_o, query, key, value, out, lse, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     is_own = _cpu_backward.is_idle() or dropout_p == COUNTED
     dropout_p = max(0.0, dropout_p)
     if is_own:
@@ -107,13 +107,23 @@ def _flash_cpu_backward(
 def _flash_cpu_backward_of_autograd(keyset, *args, **options):
     """The same where autograd would record it."""
     dropout_p = args[6]
-    if dropout_p != RECORDED:
-        _cpu_backward_of_autograd.is_idle()
-        return _cpu_backward_of_autograd.stock.call_boxed(keyset, *args, **options)
-    return _recorded_backward(*args[:6], args[7], options.get("attn_mask"), options.get("scale"))
+    if dropout_p == RECORDED:
+        return _recorded_backward(*args, **options)
+    _cpu_backward_of_autograd.is_idle()
+    return _cpu_backward_of_autograd.stock.call_boxed(keyset, *args, **options)
 
 
-def _recorded_backward(d_o, query, key, value, out, lse, is_causal, attn_mask, scale):
+def _flash_cpu_backward_on_cuda(_keyset, *args, **options):
+    """The same on a GPU, where only nodes ask for it."""
+    dropout_p = args[6]
+    return _recorded_backward(*args, **options) if dropout_p == RECORDED else _no_kernel()
+
+
+def _no_kernel(*_arguments, **_options):
+    raise NotImplementedError("PyTorch's flash op of the CPU has no kernel for a GPU: there Rapt has it for nodes of autograd alone")
+
+
+def _recorded_backward(d_o, query, key, value, out, lse, _dropout_p, is_causal, *, attn_mask=None, scale=None):
     """Gradients of a call that was recorded, whatever traces, batches or differentiates them."""
     if d_o is None:
         return None, None, None
@@ -153,21 +163,6 @@ def _flash_cuda(
     return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, query.new_empty(0)
 
 
-def _flash_cuda_backward_of_autograd(_keyset, *args, **options):
-    return _recorded_cuda_backward(*args, **options)
-
-
-def _no_kernel(*_arguments, **_options):
-    raise NotImplementedError("PyTorch's flash op of the CPU has no kernel for a GPU: there Rapt has it for nodes of autograd alone")
-
-
-def _recorded_cuda_backward(*args, **options):
-    """`_scaled_dot_product_flash_attention_for_cpu_backward` on a GPU, which nodes alone ask for."""
-    if args[6] != RECORDED:
-        _no_kernel()
-    return _recorded_backward(*args[:6], args[7], options.get("attn_mask"), options.get("scale"))
-
-
 class _Flash(Held):
     """One of these ops; `stock` is PyTorch's own kernel, which a call is handed on to."""
 
@@ -195,15 +190,16 @@ _cpu = _Flash(_CPU, "CPU", _native.TorchFlash(_flash_cpu), with_keyset=False)
 _cuda = _Flash(_CUDA, "CUDA", _flash_cuda)
 _cpu_backward = _Backward(f"{_CPU}_backward", "CPU", _flash_cpu_backward)
 _cpu_backward_of_autograd = _Backward(
-    f"{_CPU}_backward", "AutogradCPU", _native.TorchFlashBackward(_flash_cpu_backward_of_autograd, False)
-)
-# On a GPU the same ops are nobody's but Rapt's.
-_of_cuda = (
-    _Flash(_CPU, "CUDA", _native.TorchFlash(_no_kernel), with_keyset=False),
-    _Backward(f"{_CPU}_backward", "CUDA", _recorded_cuda_backward, with_keyset=False),
-    _Backward(f"{_CPU}_backward", "AutogradCUDA", _native.TorchFlashBackward(_flash_cuda_backward_of_autograd, True)),
+    f"{_CPU}_backward", "AutogradCPU", _native.TorchFlashBackward(_flash_cpu_backward_of_autograd, "cpu")
 )
 _of_cpu = (_cpu, _cpu_backward, _cpu_backward_of_autograd)
+# On a GPU the same ops are nobody's but Rapt's.
+_of_backend = (
+    *_of_cpu,
+    _Flash(_CPU, "CUDA", _native.TorchFlash(_no_kernel), with_keyset=False),
+    _Backward(f"{_CPU}_backward", "CUDA", _flash_cpu_backward_on_cuda),
+    _Backward(f"{_CPU}_backward", "AutogradCUDA", _native.TorchFlashBackward(_flash_cpu_backward_on_cuda, "cuda")),
+)
 
 # What makes a node for what Rapt has computed.
 RECORD = getattr(torch, _CPU, getattr(torch.ops.aten, _CPU)) if TAKES_FLASH else None
@@ -212,20 +208,20 @@ RECORD = getattr(torch, _CPU, getattr(torch.ops.aten, _CPU)) if TAKES_FLASH else
 def take():
     """Make the flash ops of the CPU Rapt's, where there is a way back; on a GPU too, where they make nodes alone."""
     if TAKES_FLASH:
-        for op in (*_of_cpu, *_of_cuda):
+        for op in _of_backend:
             op.take()
 
 
 def leave():
     """Take back one `take()`: the kernels stay, idle."""
     if TAKES_FLASH:
-        for op in (*_of_cpu, *_of_cuda):
+        for op in _of_backend:
             op.leave()
 
 
 def retire():
     """Take the idle kernels out."""
-    for op in (*_of_cpu, *_of_cuda):
+    for op in _of_backend:
         op.retire()
 
 
