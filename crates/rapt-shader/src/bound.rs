@@ -8,8 +8,9 @@
 use rapt_core::{DType, Error, Result, Spec};
 
 use crate::launch::ShaderLaunch;
+use crate::matrices::MatrixTiles;
 use crate::params::Params;
-use crate::variant::BINDINGS;
+use crate::variant::{Algorithm, BINDINGS, KernelVariant};
 use crate::window::{Range, Window};
 
 /// Where a tensor lies.
@@ -44,6 +45,8 @@ pub struct BoundWindow {
     pub ranges: [Option<BoundRange>; 8],
     /// The parameters.
     pub params: Params,
+    /// The kernel: that of the launch, with loads of whole vectors where this window's k and v lie so. The same bits come of it.
+    pub variant: Option<KernelVariant>,
     /// Workgroups of the kernel, and of the one that folds what it leaves: along x and y.
     pub groups: [(u32, u32); 2],
 }
@@ -91,6 +94,20 @@ fn range(name: &str, dtype: DType, place: &Place, reach: Range, alignment: u64) 
     Ok((BoundRange { offset_bytes: begin, size_bytes: end - begin }, first))
 }
 
+/// `variant` for a window with `params`: with wide loads where it has them, and the window's rows of k and v are whole vectors of four words which lie
+/// a multiple of such from the first byte that is bound.
+fn for_window(variant: KernelVariant, params: &Params) -> KernelVariant {
+    let Algorithm::Matrices(tiles) = variant.algorithm else { return variant };
+    let loaded = tiles.loaded() as u32;
+    let in_vectors = |base: u32, [batch, head, row, column]: [u32; 4], columns: u32| {
+        column == 1 && [base, batch, head, row, columns].iter().all(|n| n.is_multiple_of(loaded))
+    };
+    let wide = tiles.has_wide_loads()
+        && in_vectors(params.k_base, params.k_stride, params.head_dim)
+        && in_vectors(params.v_base, params.v_stride, params.head_dim_v);
+    KernelVariant { algorithm: Algorithm::Matrices(MatrixTiles { wide, ..tiles }), ..variant }
+}
+
 impl ShaderLaunch {
     /// `window` of this launch, which is of `spec`, with tensors at `places`. `alignment`: what the offset of a binding is a multiple of;
     /// `most_groups`: workgroups along one dimension.
@@ -125,6 +142,8 @@ impl ShaderLaunch {
         }
         let groups = [self.items_of(window), self.combine_items_of(window)]
             .map(|items| (items.min(most_groups) as u32, items.div_ceil(most_groups) as u32));
-        Ok(BoundWindow { ranges, params: Params::new(spec, self, window, first), groups })
+        let params = Params::new(spec, self, window, first);
+        let variant = self.variant.map(|variant| for_window(variant, &params));
+        Ok(BoundWindow { ranges, params, variant, groups })
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! rows of a block      64 = subgroup_rows · row_tiles · tile
-//! keys of a block      subgroup_columns · key_tiles · tile                  64, or 32 for few columns, and where there is less workgroup memory; or 16
+//! keys of a block      subgroup_columns · key_tiles · tile                  32, or 16
 //! columns of values    column_blocks · keys of a block                      64 or 128
 //! ```
 //! Deliberately absent: which request takes them (select.rs).
@@ -77,21 +77,21 @@ impl MatrixTiles {
         let numbers = if storage == DType::F16 { DType::F16 } else { DType::F32 };
         let depth = WIDTHS.into_iter().find(|width| head_dim <= *width)?;
         let block_dv = WIDTHS.into_iter().find(|width| head_dim_v <= *width).unwrap_or(WIDTHS[1]);
-        let mut of_columns = MatrixTiles::of_columns(units, numbers, depth, block_dv).into_iter();
-        of_columns.find(|tiles| tiles.is_whole() && tiles.shared_bytes() <= shared_bytes)
+        let tiles = MatrixTiles::of_columns(units, numbers, depth, block_dv);
+        (tiles.is_whole() && tiles.shared_bytes() <= shared_bytes).then_some(tiles)
     }
 
-    /// The tiles for so many columns, the fastest first (H100, 4·16·4096² of head_dim 128: 93 TFLOP/s and 83; of 64: the second has 78, the first 70;
-    /// 2026-11). Apple's have 128 registers of 32 bits a thread: one tile of rows to a subgroup, whose sums take 32 of them (never timed).
-    fn of_columns(units: MatrixUnits, numbers: DType, depth: usize, block_dv: usize) -> Vec<Self> {
-        let small =
+    /// The tiles for so many columns. At head_dim 128 they take 24 KiB, of which two workgroups share a multiprocessor of NVIDIA's: 91 TFLOP/s on an H200
+    /// (2,16,2048²), and 99 with wide loads, where 256 threads and 64 keys in 48 KiB have 80 (2026-11). Apple's have 128 registers of 32 bits a
+    /// thread: one tile of rows to a subgroup, whose sums take 32 of them (never timed).
+    fn of_columns(units: MatrixUnits, numbers: DType, depth: usize, block_dv: usize) -> Self {
+        let tiles =
             MatrixTiles { units, numbers, threads: 128, row_tiles: 2, wide: false, block_n: 32, depth, block_dv };
         if units == MatrixUnits::METAL {
             let narrow = numbers == DType::F16 || depth.max(block_dv) == WIDTHS[0];
-            return vec![MatrixTiles { threads: 256, row_tiles: 1, block_n: if narrow { 32 } else { 16 }, ..small }];
+            return MatrixTiles { threads: 256, row_tiles: 1, block_n: if narrow { 32 } else { 16 }, ..tiles };
         }
-        let large = MatrixTiles { threads: 256, block_n: 64, ..small };
-        if depth.max(block_dv) == WIDTHS[0] { vec![small] } else { vec![large, small] }
+        tiles
     }
 
     /// Every one that a plan may have.
@@ -100,9 +100,15 @@ impl MatrixTiles {
         let units = [halves(16, 32), halves(16, 64), halves(8, 8), MatrixUnits::METAL].map(|units| (units, DType::F16));
         let columns = WIDTHS.into_iter().flat_map(|depth| WIDTHS.map(|block_dv| (depth, block_dv)));
         let of = |(units, numbers)| {
-            columns.clone().flat_map(move |(depth, dv)| MatrixTiles::of_columns(units, numbers, depth, dv))
+            columns.clone().map(move |(depth, dv)| MatrixTiles::of_columns(units, numbers, depth, dv))
         };
-        units.into_iter().chain([(MatrixUnits::METAL, DType::F32)]).flat_map(of).filter(MatrixTiles::is_whole).collect()
+        let all =
+            units.into_iter().chain([(MatrixUnits::METAL, DType::F32)]).flat_map(of).filter(MatrixTiles::is_whole);
+        let with_wide = |tiles: MatrixTiles| {
+            let wide = tiles.has_wide_loads().then_some(MatrixTiles { wide: true, ..tiles });
+            std::iter::once(tiles).chain(wide)
+        };
+        all.flat_map(with_wide).collect()
     }
 
     /// Subgroups, along rows.
@@ -132,8 +138,13 @@ impl MatrixTiles {
             && (self.block_n * self.depth.min(self.block_dv)).is_multiple_of(self.loaded() * self.threads)
     }
 
+    /// Whether they have a variant with wide loads. Which of the two runs is chosen when k and v are bound.
+    pub(crate) fn has_wide_loads(&self) -> bool {
+        self.numbers == DType::F16 && self.units.tile == 16
+    }
+
     /// Elements that a thread loads at a time.
-    const fn loaded(&self) -> usize {
+    pub(crate) const fn loaded(&self) -> usize {
         16 / self.numbers.size_bytes()
     }
 

@@ -161,8 +161,9 @@ impl KernelVariant {
         let (own, parts): (String, &[&str]) = match self.algorithm {
             Algorithm::Generic => (GENERIC.to_owned(), &[NUMBERS, MATH, ROWS, SCORES, ENDS]),
             Algorithm::Forward { column_groups } => {
-                let text = unrolled(FORWARD, &[("$g", column_groups), ("$a", 2), ("$n", 4), ("$c", 4), ("$o", 2)]);
-                (text, &[NUMBERS, MATH, ROWS, SCORES, ENDS])
+                let words = [("$g", column_groups), ("$a", 2), ("$n", 4), ("$c", 4), ("$e", 2), ("$o", 2)];
+                let text = unrolled(FORWARD, &words);
+                (format!("const COLUMN_GROUPS: u32 = {column_groups}u;\n{text}"), &[NUMBERS, MATH, ROWS, SCORES, ENDS])
             }
             Algorithm::Matrices(tiles) => {
                 let text =

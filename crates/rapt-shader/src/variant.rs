@@ -63,7 +63,7 @@ impl Algorithm {
                 block_n: 64,
                 block_dv: 64 * column_groups,
                 threads: 128,
-                shared_bytes: 544 * 16 + 1088 * 16 + 128 * 4 + 16 * 16 + 4,
+                shared_bytes: 544 * 16 + 272 * 16 + 128 * 4 + 16 * 16 + 4,
             },
             Algorithm::Matrices(tiles) => tiles.tiles(),
             Algorithm::Decode { row_groups } => Tiles {

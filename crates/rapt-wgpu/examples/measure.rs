@@ -152,24 +152,15 @@ fn difference(got: &[f32], expected: &[f32]) -> f64 {
 fn candidates(gpu: &Gpu, dim: usize) -> Vec<MatrixTiles> {
     let Some(units) = gpu.caps().matrices else { return Vec::new() };
     let mut all = Vec::new();
-    for wide in [true, false] {
-        for threads in [128, 256] {
-            for row_tiles in [2, 1] {
-                for block_n in [64, 32] {
-                    let tiles = MatrixTiles {
-                        units,
-                        numbers: DType::F16,
-                        threads,
-                        row_tiles,
-                        wide,
-                        block_n,
-                        depth: dim,
-                        block_dv: dim,
-                    };
-                    let fits = || tiles.shared_bytes() <= gpu.caps().max_shared_bytes;
-                    if tiles.is_whole() && fits() {
-                        all.push(tiles);
-                    }
+    for threads in [128, 256] {
+        for row_tiles in [2, 1] {
+            for block_n in [64, 32] {
+                // Whether loads are wide is chosen where k and v are bound.
+                let (numbers, depth, block_dv, wide) = (DType::F16, dim, dim, false);
+                let tiles = MatrixTiles { units, numbers, threads, row_tiles, wide, block_n, depth, block_dv };
+                let fits = || tiles.shared_bytes() <= gpu.caps().max_shared_bytes;
+                if tiles.is_whole() && fits() {
+                    all.push(tiles);
                 }
             }
         }

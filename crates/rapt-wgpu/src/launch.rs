@@ -83,16 +83,13 @@ pub(crate) fn submit(
     timer: Option<&Timer<'_>>,
 ) -> Result<()> {
     proven.expect(spec)?;
-    let Some(variant) = &launch.variant else { return Ok(()) };
+    if launch.variant.is_none() {
+        return Ok(());
+    }
     let tensors = tensors.bound();
     let places = places(&tensors);
     check_places(&places)?;
     let on = |error: GpuError| error.on(spec.device);
-    let kernels = std::iter::once(variant).chain(&launch.combine);
-    let kernels: Vec<(&KernelVariant, Pipeline)> = kernels
-        .map(|kernel| Ok((kernel, open.pipeline(kernel)?)))
-        .collect::<std::result::Result<_, _>>()
-        .map_err(on)?;
     let workspace_bytes = launch.workspace_bytes();
     let workspace = (workspace_bytes > 0).then(|| open.workspace(workspace_bytes)).transpose().map_err(on)?;
     let limits = open.device.limits();
@@ -103,6 +100,14 @@ pub(crate) fn submit(
         .iter()
         .map(|window| Ok(bound(open, launch.bound(spec, window, &places, alignment, most_groups)?, &tensors)))
         .collect::<Result<_>>()?;
+    let kernels: Vec<Vec<(&KernelVariant, Pipeline)>> = windows
+        .iter()
+        .map(|Bound { window, .. }| {
+            let kernels = window.variant.iter().chain(&launch.combine);
+            kernels.map(|kernel| Ok((kernel, open.pipeline(kernel)?))).collect::<std::result::Result<_, _>>()
+        })
+        .collect::<std::result::Result<_, _>>()
+        .map_err(on)?;
     let stride = params_stride(&open.device);
     let mut bytes = vec![0; stride * windows.len()];
     for (window, place) in windows.iter().zip(bytes.chunks_mut(stride)) {
@@ -120,7 +125,7 @@ pub(crate) fn submit(
             for (at, window) in windows.iter().enumerate() {
                 let of_params =
                     wgpu::BufferBinding { buffer: &params, offset: (at * stride) as u64, size: PARAMS_SIZE };
-                for ((kernel, compiled), groups) in kernels.iter().zip(window.window.groups) {
+                for ((kernel, compiled), groups) in kernels[at].iter().zip(window.window.groups) {
                     let group = group(open, compiled, kernel, of_params.clone(), window, workspace.as_ref());
                     pass.set_pipeline(&compiled.pipeline);
                     pass.set_bind_group(0, &group, &[]);

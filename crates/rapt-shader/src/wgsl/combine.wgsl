@@ -30,7 +30,7 @@ fn attention(
     let first_column = item % column_blocks * BLOCK_DV;
     let tile = item / column_blocks;
     let task = p.first_task + tile / p.row_fours;
-    let block = Block(task / p.kv_heads, task % p.kv_heads, tile % p.row_fours * 4u, 0u, 0u, 0u);
+    let block = Block(task / p.kv_heads, task % p.kv_heads, tile % p.row_fours * 4u, 0u, 0u, 0u, 0u, 0u);
     let rows = rows_of(p, block, block.first_row);
     let record = tile * p.num_splits * (p.head_dim_v + 3u);
     let own = record + thread * (p.head_dim_v + 3u);

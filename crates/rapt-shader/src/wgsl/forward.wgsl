@@ -7,35 +7,41 @@
 //       s = q·k                                            summed over head_dim, through tiles of 16 columns
 //       x = scores of s;  row_max' = max(row_max, x);  f = e^(row_max − row_max')
 //       p = e^(x − row_max');  row_sum = row_sum·f + Σ p
-//       acc_o = acc_o·f + Σ p·v                            the sum of 64 products apart, through tiles of 32 keys
+//       acc_o = acc_o·f + Σ p·v                            the sum of 64 products apart, through tiles of 16 keys
 //     out = acc_o / row_sum;  lse = row_max + ln row_sum
 //
 // 128 threads as 8 × 16 (ty, tx). Thread (ty, tx) has rows 4·ty .. 4·ty + 4 and 32 + 4·ty .. 32 + 4·ty + 4 ($a), one in each component of
-// its vectors; keys tx, tx + 16, tx + 32, tx + 48 ($n) of a block; and columns 4·tx .. 4·tx + 4 ($c) of each 64.
+// its vectors; keys tx, tx + 16, tx + 32, tx + 48 ($n) of a block; and columns tx, tx + 16, tx + 32, tx + 48 ($c) of each 64.
 //
-// A step of either product is 32 multiply-adds a thread on three vectors of workgroup memory: 10.7 a vector, where `generic` has 4 and 8.
+// A step of q·k is 32 multiply-adds a thread on three vectors of workgroup memory, one of p·v 32 for each $g on two and $g.
 //   multiply-adds of a block of keys     64·64·(head_dim + columns), of which a thread has 32·(head_dim + columns)
 //   elements loaded for it               64·(2·head_dim + columns), a thread (2·head_dim + columns) / 2
-//   workgroup memory                     8704 tiles + 17408 weights + 772 = 26884 bytes
-//   registers of a thread                32 s, then 32 sums of p·v; 32 acc_o for each $g; 12 operands, and some 50 beside
+//   workgroup memory                     8704 tiles + 4352 weights + 772 = 13828 bytes
+//   registers of a thread                32 s, then weights, and 32 sums of p·v and 32 acc_o for each $g; 16 elements on their way, 16 operands, and some 50 beside
+// What comes next to tiles is on its way while products are formed: elements outside the operands are read where the last ones lie, as their score is
+// masked, their column of q is 0 or their result is not stored, so that no branch stands between loads.
+// Weights are in workgroup memory for 16 keys at a time, and stay in registers until then: so the kernel runs wherever WebGPU does, and more workgroups
+// share a multiprocessor. NVIDIA's driver gives those some 52 KiB together and takes 1 KiB of each: at 24 KiB two are there at once, at 27 one (H200, driver
+// 580, 2026-11). With weights of all 64 keys in 26 KiB the kernel took 1.37 times as long.
 // Rows of workgroup memory are 17 vectors long: threads that store down a column meet different banks.
 //
-// A line with $a, $n, $g, $c or $o (what a thread loads) stands once for each. Maxima and sums cross threads in one fixed order, and no operation crosses rows: the
+// A line with $a, $n, $g, $c, $e or $o (keys, and fours of rows, that a thread loads) stands once for each. Maxima and sums cross threads in one fixed order, and no operation crosses rows: the
 // bits of a row depend neither on its neighbours nor on strides. A masked weight is 0 and adds nothing.
 // Deliberately absent: subgroups, cooperative matrices, and reads outside the operands (of a 16-bit or boolean element, outside its word).
 
-// Columns of a tile of q and k; keys of a tile of v.
+// Columns of a tile of q and k; keys of one of v, and of the weights that are in workgroup memory at a time.
 const TILE: u32 = 16u;
-const TILE_V: u32 = 32u;
 // Vectors from one row of workgroup memory to the next: one of each 4 rows or keys, and one that is not used.
 const PITCH: u32 = 17u;
+// Far below the largest number: products up to it, times a scale up to 1, stay finite.
+const LARGE: f32 = 1e38;
 // Where the tile of k begins.
 const TILE_K: u32 = 272u;
 
-// q [16][16], by column and four rows, and k likewise, by tx; or v [32][16], four columns; or maxima, sums or four results.
+// q [16][16], by column and four rows, and k likewise, by tx; or v [16][COLUMN_GROUPS][16], four columns; or maxima or sums of four rows.
 var<workgroup> tile: array<vec4<f32>, 544>;
-// [64][16]: a key's scores, then its weights, for four rows.
-var<workgroup> weights: array<vec4<f32>, 1088>;
+// [16][16]: a key's scores, then its weights, for four rows; or four results, by column.
+var<workgroup> weights: array<vec4<f32>, 272>;
 // Of each thread, which rows attend its keys: eight bits for each $n, four for each $a of these.
 var<workgroup> attended: array<u32, 128>;
 // Where column 0 of a row lies in q, then in out.
@@ -47,42 +53,72 @@ fn block_of(p: Params, item: u32) -> Block {
     return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
 }
 
-// Columns d0 .. of the block's rows, and of keys n0 ..; 0 outside. Whether a number is finite is asked when all have arrived.
-fn load_queries_and_keys(p: Params, block: Block, n0: u32, d0: u32, thread: u32, step: u32) {
-    let d = d0 + thread % TILE;
-    let first = thread / TILE;
-    let at_q_$o = row_at[first + $ou * 8u] + d * p.q_stride.w;
-    let rows_$o = p.rows - min(p.rows, block.first_row + (first + $ou * 8u) * 4u);
-    let at_k_$o = element(p.k_base, p.k_stride, block.batch, block.kv_head, n0 + first + $ou * 8u, d);
-    let keys_$o = p.kv_len - min(p.kv_len, n0 + first + $ou * 8u);
-    var of_q_$o = vec4<u32>();
-    var of_k_$o = vec4<u32>();
-    if d < p.head_dim {
-        if $nu < rows_$o { of_q_$o[$n] = q_bits(at_q_$o[$n]); }
-        if $nu * 16u < keys_$o { of_k_$o[$n] = k_bits(at_k_$o + $nu * 16u * p.k_stride.z); }
-    }
-    tile[thread % TILE * PITCH + first + $ou * 8u] = for_tiles(of_q_$o, step);
-    tile[TILE_K + thread % TILE * PITCH + first + $ou * 8u] = for_tiles(of_k_$o, step);
+// What a thread has on its way to tiles: of one column eight rows of q and eight keys; of two keys four columns of each 64.
+struct Columns {
+    q_$o: vec4<u32>,
+    k_$o: vec4<u32>,
+}
+struct Values {
+    v_$e_$g: vec4<u32>,
 }
 
-// Columns first_column .. first_column + 64 of keys j0 ..; 0 outside.
-fn load_values(p: Params, block: Block, j0: u32, first_column: u32, thread: u32, step: u32) {
-    let column = first_column + thread % 16u * 4u;
-    let columns = p.head_dim_v - min(p.head_dim_v, column);
-    let first = thread / 16u;
-    let at_$n = element(p.v_base, p.v_stride, block.batch, block.kv_head, j0 + first + $nu * 8u, column);
-    var of_v_$n = vec4<u32>();
-    if j0 + first + $nu * 8u < p.kv_len && $cu < columns { of_v_$n[$c] = v_bits(at_$n + $cu * p.v_stride.w); }
-    tile[(first + $nu * 8u) * 16u + thread % 16u] = for_tiles(of_v_$n, step);
+// Column 0 of the keys that a thread loads of a block: behind the last the last one, which weighs nothing.
+struct Keys {
+    at_$o: vec4<u32>,
+}
+fn keys_from(p: Params, block: Block, n0: u32, thread: u32) -> Keys {
+    let base = element(p.k_base, p.k_stride, block.batch, block.kv_head, 0u, 0u);
+    let last = vec4<u32>(p.kv_len - 1u);
+    let first = vec4<u32>(n0 + thread / TILE) + vec4<u32>(0u, 16u, 32u, 48u);
+    var keys: Keys;
+    keys.at_$o = base + min(first + vec4<u32>($ou * 8u), last) * p.k_stride.z;
+    return keys;
+}
+
+// Columns d0 .. of the block's rows and of these keys. Behind the last column q is 0, and a key has its last.
+fn queries_and_keys(p: Params, keys: Keys, d0: u32, thread: u32) -> Columns {
+    var words: Columns;
+    let column = d0 + thread % TILE;
+    let d = min(column, p.head_dim - 1u);
+    let at_q_$o = row_at[thread / TILE + $ou * 8u] + d * p.q_stride.w;
+    let of_q_$o = vec4<u32>(q_bits(at_q_$o.x), q_bits(at_q_$o.y), q_bits(at_q_$o.z), q_bits(at_q_$o.w));
+    words.q_$o = select(vec4<u32>(), of_q_$o, vec4<bool>(column < p.head_dim));
+    let at_k_$o = keys.at_$o + d * p.k_stride.w;
+    words.k_$o = vec4<u32>(k_bits(at_k_$o.x), k_bits(at_k_$o.y), k_bits(at_k_$o.z), k_bits(at_k_$o.w));
+    return words;
+}
+
+// Whether a number is finite is asked when all have arrived.
+fn put_queries_and_keys(words: Columns, thread: u32, step: u32) {
+    let at = thread % TILE * PITCH + thread / TILE;
+    tile[at + $ou * 8u] = for_tiles(words.q_$o, step);
+    tile[TILE_K + at + $ou * 8u] = for_tiles(words.k_$o, step);
+}
+
+// The block's columns of keys j0 ..: behind the last key and the last column those.
+fn values(p: Params, block: Block, j0: u32, thread: u32) -> Values {
+    var words: Values;
+    let column = vec4<u32>(block.first_column + thread % 16u) + vec4<u32>(0u, 16u, 32u, 48u);
+    let last = vec4<u32>(p.head_dim_v - 1u);
+    let columns_$g = min(column + vec4<u32>($gu * 64u), last) * p.v_stride.w;
+    let j_$e = min(j0 + thread / 16u + $eu * 8u, p.kv_len - 1u);
+    let at_$e_$g = columns_$g + element(p.v_base, p.v_stride, block.batch, block.kv_head, j_$e, 0u);
+    words.v_$e_$g = vec4<u32>(v_bits(at_$e_$g.x), v_bits(at_$e_$g.y), v_bits(at_$e_$g.z), v_bits(at_$e_$g.w));
+    return words;
+}
+
+fn put_values(words: Values, thread: u32, step: u32) {
+    tile[((thread / 16u + $eu * 8u) * COLUMN_GROUPS + $gu) * 16u + thread % 16u] = for_tiles(words.v_$e_$g, step);
 }
 
 // The kinds of column c of keys j0 .. of a tile, for the thread's rows that attend them: three bits for each of eight rows.
 fn kinds_of_values(p: Params, block: Block, n0: u32, j0: u32, c: u32, ty: u32) -> u32 {
     var kinds = 0u;
     if c >= p.head_dim_v { return kinds; }
-    for (var j = j0; j < min(j0 + TILE_V, p.kv_len); j++) {
+    for (var j = j0; j < min(j0 + TILE, p.kv_len); j++) {
         let kind = kind_of(value(p, block, j, c));
-        let who = attended[ty * 16u + (j - n0) % 16u] >> ((j - n0) / 16u * 8u);
+        let n = j - n0;
+        let who = attended[ty * 16u + n % 16u] >> (n / 16u * 8u);
         for (var row = 0u; row < 8u; row++) { kinds |= (kind * ((who >> row) & 1u)) << (row * 3u); }
     }
     return kinds;
@@ -103,7 +139,9 @@ fn attention(
     let tx = thread % 16u;
     let ty = thread / 16u;
     let block = block_of(p, item);
-    let rows_$a = rows_of(p, block, block.first_row + $au * 32u + ty * 4u);
+    let own_$a = min(rows_from(block.first_row + $au * 32u + ty * 4u), vec4<u32>(p.rows - 1u));
+    if tx == 0u { row_at[ty + $au * 8u] = rows_at(p.q_base, p.q_stride, block, rows_in(p, block, own_$a)); }
+    if thread == 0u { atomicStore(&not_finite, 0u); }
 
     // A row's share of this thread: row_sum over its keys, acc_o and the kinds in it over its columns. row_max is that of the whole row.
     // `bad` and `live` have a bit for each of the eight rows, four for each $a.
@@ -114,21 +152,28 @@ fn attention(
     var bad = 0u;
     var live = 0u;
     var step = 0u;
-    if thread == 0u { atomicStore(&not_finite, 0u); }
-    if tx == 0u { row_at[ty + $au * 8u] = rows_at(p.q_base, p.q_stride, block, rows_$a); }
 
-    // Whether scores are products · scale and nothing else, where every row sees the key.
-    let is_plain = !HAS_MASK && p.has_alibi == 0u && p.softcap == 0.0 && all(rows_0.exist & rows_1.exist);
+    // Whether scores are products · scale and nothing else, where every row sees the key and products are below `limit`, as bits.
+    let is_plain = !HAS_MASK && p.has_alibi == 0u && p.softcap == 0.0 && block.first_row + BLOCK_M <= p.rows && is_finite(bitcast<u32>(p.scale));
+    let limit = bitcast<u32>(LARGE / max(abs(p.scale), 1.0));
 
+    workgroupBarrier();
+    // What comes next to tiles. Nothing is read where there are no columns or no keys.
+    var next: Columns;
+    if p.head_dim > 0u && block.first_key < block.end_key {
+        next = queries_and_keys(p, keys_from(p, block, block.first_key, thread), 0u, thread);
+    }
     for (var n0 = block.first_key; n0 < block.end_key; n0 += BLOCK_N) {
         // s = q·k
         var s_$a_$n = vec4<f32>();
+        let keys = keys_from(p, block, n0, thread);
         let first_step = step + 1u;
         for (var d0 = 0u; d0 < p.head_dim; d0 += TILE) {
             step++;
             workgroupBarrier();
-            load_queries_and_keys(p, block, n0, d0, thread, step);
+            put_queries_and_keys(next, thread, step);
             workgroupBarrier();
+            next = queries_and_keys(p, keys, d0 + TILE, thread);
             for (var d = 0u; d < TILE; d++) {
                 let of_q_$a = tile[d * PITCH + ty + $au * 8u];
                 let of_k = tile[TILE_K + d * PITCH + tx];
@@ -136,30 +181,31 @@ fn attention(
             }
         }
         let has_kinds = atomicLoad(&not_finite) >= first_step;
-        weights[(tx + $nu * 16u) * PITCH + ty + $au * 8u] = s_$a_$n;
+        var next_values = values(p, block, n0, thread);
 
         // x = scores of s; row_max' = max(row_max, x)
-        var attends = 0u;
-        var weighing = 0u;
+        var attends = 0xffffffffu;
+        var weighing = 0xffffffffu;
         var top_$a = row_max_$a;
-        let is_seen_$a = all(vec4<i32>(i32(n0)) >= rows_$a.lo) && all(vec4<i32>(i32(n0 + BLOCK_N)) <= rows_$a.hi);
-        let are_plain = is_plain && !has_kinds && is_seen_0 && is_seen_1;
-        for (var n = 0u; n < 4u; n++) {
-            let at = (tx + n * 16u) * PITCH + ty;
-            let x_$a = weights[at + $au * 8u] * p.scale;
-            if are_plain && are_finite(bitcast<vec4<u32>>(x_0)) && are_finite(bitcast<vec4<u32>>(x_1)) {
-                weights[at + $au * 8u] = x_$a;
-                top_$a = max(top_$a, x_$a);
-                attends |= 255u << (n * 8u);
-                weighing |= 255u << (n * 8u);
-            } else {
+        var largest = vec4<u32>();
+        largest = max(largest, bitcast<vec4<u32>>(s_$a_$n) & vec4<u32>(~SIGN_BIT));
+        if is_plain && !has_kinds && is_seen(block, n0) && all(largest < vec4<u32>(limit)) {
+            s_$a_$n *= p.scale;
+            top_$a = max(top_$a, s_$a_$n);
+        } else {
+            let rows_$a = rows_of(p, block, block.first_row + $au * 32u + ty * 4u);
+            attends = 0u;
+            weighing = 0u;
+            for (var n = 0u; n < 4u; n++) {
+                var products_$a = vec4<f32>();
+                if n == $nu { products_$a = s_$a_$n; }
                 let j = n0 + tx + n * 16u;
                 var kinds_$a = vec4<u32>();
                 if has_kinds {
                     kinds_$a = kinds_of_products(p, block, rows_$a, j, 0u, p.head_dim);
                 }
-                let scores_$a = scores_of(p, block, rows_$a, j, weights[at + $au * 8u], kinds_$a);
-                weights[at + $au * 8u] = scores_$a.x;
+                let scores_$a = scores_of(p, block, rows_$a, j, products_$a, kinds_$a);
+                if n == $nu { s_$a_$n = scores_$a.x; }
                 top_$a = select(top_$a, max(top_$a, scores_$a.x), weighs(scores_$a));
                 attends |= bits_of(scores_$a.attends) << (n * 8u + $au * 4u);
                 weighing |= bits_of(weighs(scores_$a)) << (n * 8u + $au * 4u);
@@ -174,42 +220,40 @@ fn attention(
             top_$a = max(top_$a, tile[other * PITCH + ty + $au * 8u]);
         }
 
-        // p = e^(x − row_max'); row_sum = row_sum·f + Σ p
+        // p = e^(x − row_max'), in the place of s; row_sum = row_sum·f + Σ p
         var sum_$a = vec4<f32>();
-        for (var n = 0u; n < 4u; n++) {
-            let at = (tx + n * 16u) * PITCH + ty;
-            let who = weighing >> (n * 8u);
-            let weight_$a = select(vec4<f32>(), exponential(weights[at + $au * 8u] - top_$a), flags_of(who >> ($au * 4u)));
-            weights[at + $au * 8u] = weight_$a;
-            sum_$a += weight_$a;
-        }
+        s_$a_$n = select(vec4<f32>(), exponential(s_$a_$n - top_$a), flags_of(weighing >> ($nu * 8u + $au * 4u)));
+        sum_$a += s_$a_$n;
         let factor_$a = exponential(row_max_$a - top_$a);
         row_sum_$a = fma(row_sum_$a, factor_$a, sum_$a);
         row_max_$a = top_$a;
         attended[thread] = attends;
 
         // acc_o = acc_o·f + Σ p·v
-        //@ for each $g
-        {
-            let first_column = block.first_column + $gu * 64u;
-            var part_$a_$c = vec4<f32>();
-            for (var j0 = n0; j0 < min(n0 + BLOCK_N, block.end_key); j0 += TILE_V) {
-                step++;
-                workgroupBarrier();
-                load_values(p, block, j0, first_column, thread, step);
-                workgroupBarrier();
-                for (var j = 0u; j < TILE_V; j++) {
-                    let weight_$a = weights[(j0 - n0 + j) * PITCH + ty + $au * 8u];
-                    let of_v = tile[j * 16u + tx];
-                    part_$a_$c = fma(weight_$a, vec4<f32>(of_v[$c]), part_$a_$c);
-                }
-                if atomicLoad(&not_finite) == step {
-                    kinds[$gu * 4u + $cu] |= kinds_of_values(p, block, n0, j0, first_column + tx * 4u + $cu, ty);
-                }
+        var part_$a_$g_$c = vec4<f32>();
+        for (var j0 = n0; j0 < min(n0 + BLOCK_N, block.end_key); j0 += TILE) {
+            step++;
+            workgroupBarrier();
+            put_values(next_values, thread, step);
+            if j0 == n0 + $nu * TILE { weights[tx * PITCH + ty + $au * 8u] = s_$a_$n; }
+            workgroupBarrier();
+            if j0 + TILE < min(n0 + BLOCK_N, block.end_key) {
+                next_values = values(p, block, j0 + TILE, thread);
+                // Not a value from before: it would hold registers.
+                next = Columns();
+            } else if p.head_dim > 0u {
+                next = queries_and_keys(p, keys_from(p, block, n0 + BLOCK_N, thread), 0u, thread);
             }
-            acc_$a_$g_$c = fma(acc_$a_$g_$c, factor_$a, part_$a_$c);
+            for (var j = 0u; j < TILE; j++) {
+                let weight_$a = weights[j * PITCH + ty + $au * 8u];
+                let of_v_$g = tile[(j * COLUMN_GROUPS + $gu) * 16u + tx];
+                part_$a_$g_$c = fma(weight_$a, vec4<f32>(of_v_$g[$c]), part_$a_$g_$c);
+            }
+            if atomicLoad(&not_finite) == step {
+                kinds[$gu * 4u + $cu] |= kinds_of_values(p, block, n0, j0, block.first_column + $gu * 64u + $cu * 16u + tx, ty);
+            }
         }
-        //@ end
+        acc_$a_$g_$c = fma(acc_$a_$g_$c, factor_$a, part_$a_$g_$c);
     }
 
     // The sums of rows, in the order of tx.
@@ -224,7 +268,8 @@ fn attention(
         flags |= attended[ty * 16u + other];
     }
 
-    // out = acc_o / row_sum, 64 columns at a time by way of `weights`, whose rows are columns now; lse = row_max + ln row_sum
+    // out = acc_o / row_sum, 16 columns at a time by way of `weights`, whose rows are columns now; lse = row_max + ln row_sum
+    let rows_$a = rows_of(p, block, block.first_row + $au * 32u + ty * 4u);
     let ends_$a = ends_of(p, rows_$a, row_max_$a, row_sum_$a, flags_of(flags >> ($au * 4u)), flags_of(flags >> (8u + $au * 4u)));
     if tx == 0u { row_at[ty + $au * 8u] = rows_at(p.out_base, p.out_stride, block, rows_$a); }
     if p.has_lse != 0u && block.first_column == 0u && tx < 4u {
@@ -232,13 +277,15 @@ fn attention(
         if rows_$a.exist[tx] { lse[at_$a[tx]] = ends_$a.lse[tx]; }
     }
     //@ for each $g
-    {
+    for (var c = 0u; c < 4u; c++) {
+        var sums_$a = vec4<f32>();
+        if c == $cu { sums_$a = acc_$a_$g_$c; }
         workgroupBarrier();
-        weights[(tx * 4u + $cu) * PITCH + ty + $au * 8u] = bitcast<vec4<f32>>(results(ends_$a, acc_$a_$g_$c, kinds_of_rows(kinds[$gu * 4u + $cu] >> ($au * 12u))));
+        weights[tx * PITCH + ty + $au * 8u] = bitcast<vec4<f32>>(results(ends_$a, sums_$a, kinds_of_rows(kinds[$gu * 4u + c] >> ($au * 12u))));
         workgroupBarrier();
-        let column = thread % 64u;
-        let first_column = block.first_column + $gu * 64u;
-        for (var row = thread / 64u; row < 64u; row += 2u) {
+        let column = thread % 16u;
+        let first_column = block.first_column + $gu * 64u + c * 16u;
+        for (var row = thread / 16u; row < 64u; row += 8u) {
             if first_column + column >= p.head_dim_v || block.first_row + row >= p.rows { break; }
             let bits = bitcast<vec4<u32>>(weights[column * PITCH + row / 4u])[row % 4u];
             store_out(row_at[row / 4u][row % 4u] + (first_column + column) * p.out_stride.w, bits);

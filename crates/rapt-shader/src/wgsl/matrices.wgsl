@@ -16,10 +16,10 @@
 // THREADS threads, of which a thread has four rows (4·four ..) and every LANES-th key of a block for the scores. Subgroups stand in rows of SUBGROUP_COLUMNS: each has
 // $a tiles of rows, $n tiles of keys, and $n tiles of each BLOCK_N columns of values ($h).
 //
-// Of a block of keys, for each score (64 rows, 64 keys, 128 columns of float16, 2 × 4 subgroups), in bytes of workgroup memory:
-//   4 + 4 s stored and read, 2 + 8 p stored and read, 8 k, 8 v, 8 tiles of k and v stored: 42, for 512 floating-point operations
-// Tiles of q stay in matrices. Of k and v a thread has what comes next in registers: without that, and with fewer threads, an H100 waited for memory most of
-// the time (52 TFLOP/s, not 93; 2026-11). Rows of workgroup memory are longer by 8 elements of float16, 4 of float32: matrices meet different banks.
+// Of a block of keys, for each score (64 rows, 32 keys, 128 columns of float16, 2 × 2 subgroups), in bytes of workgroup memory:
+//   4 + 4 s stored and read, 2 + 4 p stored and read, 8 k, 8 v, 8 tiles of k and v stored: 38, for 512 floating-point operations
+// Tiles of q stay in matrices. Of k and v a thread has what comes next in registers: without that an H100 waited for memory most of
+// the time (2026-11). Rows of workgroup memory are longer by 8 elements of float16, 4 of float32: matrices meet different banks.
 //
 // A line with $a, $n, $h, $r and $k (rounds in which q is loaded, and tiles of columns of one), $j (tiles of keys), $i, $o or $l (what a thread loads, and scores) stands once for each. No operation crosses rows: the bits
 // of a row depend neither on its neighbours nor on strides.

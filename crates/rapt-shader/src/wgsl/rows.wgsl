@@ -4,8 +4,8 @@
 
 const LOWEST: f32 = -3.40282346e38;
 
-// What a workgroup computes: blocks of keys lie at multiples of BLOCK_N from key 0, whatever the rows.
-struct Block { batch: u32, kv_head: u32, first_row: u32, first_column: u32, first_key: u32, end_key: u32 }
+// What a workgroup computes: blocks of keys lie at multiples of BLOCK_N from key 0, whatever the rows. Every row sees keys seen_from .. seen_to.
+struct Block { batch: u32, kv_head: u32, first_row: u32, first_column: u32, first_key: u32, end_key: u32, seen_from: u32, seen_to: u32 }
 
 // Four rows, one in each component, of which those up to the task's last exist.
 struct Rows { exist: vec4<bool>, head: vec4<u32>, i: vec4<u32>, lo: vec4<i32>, hi: vec4<i32> }
@@ -23,12 +23,18 @@ fn block_of_rows(p: Params, task: u32, first_row: u32, first_column: u32) -> Blo
     let last_i = select(p.q_len - 1u, last_row % p.q_len, is_one_head);
     let first_key = u32(keys_lo(p, vec4<u32>(first_i)).x) / BLOCK_N * BLOCK_N;
     let end_key = u32(keys_hi(p, vec4<u32>(last_i)).x);
-    return Block(task / p.kv_heads, task % p.kv_heads, first_row, first_column, first_key, end_key);
+    let seen_from = u32(keys_lo(p, vec4<u32>(last_i)).x);
+    let seen_to = u32(keys_hi(p, vec4<u32>(first_i)).x);
+    return Block(task / p.kv_heads, task % p.kv_heads, first_row, first_column, first_key, end_key, seen_from, seen_to);
 }
 
+// Whether every row of the block that exists sees keys n0 .. n0 + BLOCK_N.
+fn is_seen(block: Block, n0: u32) -> bool { return n0 >= block.seen_from && n0 + BLOCK_N <= block.seen_to; }
+
 // Rows first .. first + 4 of a block's task.
-fn rows_of(p: Params, block: Block, first: u32) -> Rows {
-    let r = vec4<u32>(first) + vec4<u32>(0u, 1u, 2u, 3u);
+fn rows_of(p: Params, block: Block, first: u32) -> Rows { return rows_in(p, block, rows_from(first)); }
+fn rows_from(first: u32) -> vec4<u32> { return vec4<u32>(first) + vec4<u32>(0u, 1u, 2u, 3u); }
+fn rows_in(p: Params, block: Block, r: vec4<u32>) -> Rows {
     let exist = r < vec4<u32>(p.rows);
     let of_group = r / p.q_len;
     let i = r - of_group * p.q_len;
