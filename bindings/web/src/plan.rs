@@ -178,7 +178,7 @@ fn on_gpu(plan: &Plan, places: &Places, limits: &DeviceLimits) -> Result<OnGpu, 
         bindings: variant.bindings().iter().map(|of| (of.index, of.tensor, of.is_output)).collect(),
     };
     let alignment = u64::from(limits.offset_alignment);
-    let dispatches = |BoundWindow { ranges, params, groups }: BoundWindow| {
+    let dispatches = |BoundWindow { ranges, params, groups, .. }: BoundWindow| {
         let named = BINDINGS.iter().zip(ranges).filter_map(|(binding, range)| Some((binding.tensor, range?)));
         let ranges =
             named.map(|(tensor, BoundRange { offset_bytes, size_bytes })| (tensor, (offset_bytes, size_bytes)));

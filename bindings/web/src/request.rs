@@ -49,6 +49,7 @@ impl DeviceLimits {
             arch: Arch::Wgsl,
             // Extensions of wgpu's that no browser has: these, and cooperative matrices.
             has_16_bit_stores: false,
+            has_lanes: false,
             max_binding_bytes: self.max_binding_bytes,
             offset_alignment: self.offset_alignment,
             max_items: self.max_groups.saturating_mul(self.max_groups),

@@ -21,6 +21,8 @@ pub struct Caps {
     pub max_threads: usize,
     /// Most bytes of workgroup memory.
     pub max_shared_bytes: usize,
+    /// Whether it is a processor that computes what a GPU does, on subgroups of 8 threads, always, which texts may use.
+    pub has_lanes: bool,
     /// Its cooperative matrices, if texts may use them.
     pub matrices: Option<MatrixUnits>,
 }
@@ -35,6 +37,7 @@ impl Caps {
         max_items: 65_535 * 65_535,
         max_threads: 256,
         max_shared_bytes: 16 << 10,
+        has_lanes: false,
         matrices: None,
     };
 
@@ -47,6 +50,7 @@ impl Caps {
         max_items: 65_535 * 65_535,
         max_threads: 1024,
         max_shared_bytes: 32 << 10,
+        has_lanes: false,
         matrices: Some(MatrixUnits::METAL),
     };
 

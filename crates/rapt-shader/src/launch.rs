@@ -82,6 +82,9 @@ impl LaunchPlan for ShaderLaunch {
         let rows = spec.group_size() * spec.q_len();
         let why = match key.kernel {
             Kernel::Empty => return "nothing is written".to_owned(),
+            Kernel::Forward if self.variant.is_some_and(|variant| variant.algorithm == Algorithm::Lanes) => {
+                format!("{rows} query rows for a key head, on a processor: four a thread, k and v from lane to lane")
+            }
             Kernel::Forward => {
                 format!("{rows} query rows for a key head: products on registers, of tiles in workgroup memory")
             }

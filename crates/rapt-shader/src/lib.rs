@@ -31,6 +31,6 @@ pub use caps::Caps;
 pub use launch::ShaderLaunch;
 pub use matrices::{MatrixTiles, MatrixUnits};
 pub use params::Params;
-pub use select::{matrix_variants, select, select_algorithm, select_kernel, variants};
+pub use select::{lane_variants, matrix_variants, select, select_algorithm, select_kernel, variants};
 pub use variant::{Algorithm, BINDINGS, Binding, KernelVariant, PARTIALS, Stores};
 pub use window::{Range, Window};

@@ -12,7 +12,7 @@ use crate::launch::ShaderLaunch;
 use crate::matrices::MatrixTiles;
 use crate::params::MOST_LEN;
 use crate::partition::Partition;
-use crate::variant::{Algorithm, KernelVariant, MOST_FEW_ROWS, Stores, Tiles};
+use crate::variant::{Algorithm, KernelVariant, LANES_COLUMNS, MOST_FEW_ROWS, Stores, Tiles};
 use crate::window::windows;
 
 fn refuse_what_is_not_served(spec: &Spec, caps: &Caps) -> Result<()> {
@@ -89,6 +89,10 @@ fn is_short(spec: &Spec, name: &str) -> core::result::Result<(), String> {
 
 fn forward(spec: &Spec, caps: &Caps) -> Answer {
     is_short(spec, "forward")?;
+    // On a processor a text of its own, where rows of q fit its registers.
+    if caps.has_lanes && spec.head_dim() <= LANES_COLUMNS {
+        return fits(Algorithm::Lanes, caps);
+    }
     fits(Algorithm::Forward { column_groups: spec.head_dim_v().div_ceil(64).clamp(1, 2) }, caps)
 }
 
@@ -251,33 +255,36 @@ fn outs() -> impl Iterator<Item = (DType, Stores)> {
     FLOATS.into_iter().flat_map(move |out| stores(out).into_iter().map(move |stores| (out, stores)))
 }
 
+fn of_every_mask_and_out(algorithm: Algorithm, storage: DType) -> impl Iterator<Item = KernelVariant> {
+    outs().flat_map(move |(out, stores)| MASKS.map(|mask| KernelVariant { algorithm, storage, mask, out, stores }))
+}
+
+/// Every variant on subgroups of a processor that a plan may launch.
+#[must_use]
+pub fn lane_variants() -> Vec<KernelVariant> {
+    FLOATS.into_iter().flat_map(|storage| of_every_mask_and_out(Algorithm::Lanes, storage)).collect()
+}
+
 /// Every variant on cooperative matrices that a plan may launch on any device.
 #[must_use]
 pub fn matrix_variants() -> Vec<KernelVariant> {
-    let of = |algorithm, storage| {
-        outs().flat_map(move |(out, stores)| MASKS.map(|mask| KernelVariant { algorithm, storage, mask, out, stores }))
-    };
     let storages = |numbers| if numbers == DType::F16 { vec![numbers] } else { vec![DType::F32, DType::BF16] };
     let mut all = Vec::new();
     for tiles in MatrixTiles::all() {
         for storage in storages(tiles.numbers) {
-            all.extend(of(Algorithm::Matrices(tiles), storage));
+            all.extend(of_every_mask_and_out(Algorithm::Matrices(tiles), storage));
         }
     }
     all
 }
 
-/// Every variant that a plan may launch on any device, but for [`matrix_variants`].
+/// Every variant that a plan may launch on any device, but for [`matrix_variants`] and [`lane_variants`].
 #[must_use]
 pub fn variants() -> Vec<KernelVariant> {
-    let algorithms = [1, 2].map(|column_groups| Algorithm::Forward { column_groups });
+    let forward = [1, 2].map(|column_groups| Algorithm::Forward { column_groups });
     let mut all = Vec::new();
-    for algorithm in std::iter::once(Algorithm::Generic).chain(algorithms) {
-        for storage in FLOATS {
-            for (out, stores) in outs() {
-                all.extend(MASKS.map(|mask| KernelVariant { algorithm, storage, mask, out, stores }));
-            }
-        }
+    for algorithm in std::iter::once(Algorithm::Generic).chain(forward) {
+        all.extend(FLOATS.into_iter().flat_map(|storage| of_every_mask_and_out(algorithm, storage)));
     }
     for row_groups in [1, 2] {
         for storage in FLOATS {

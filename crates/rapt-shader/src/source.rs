@@ -17,7 +17,7 @@ use rapt_core::DType;
 
 use crate::msl;
 use crate::params::{Params, VECTOR_DTYPES};
-use crate::variant::{Algorithm, Binding, KernelVariant, Stores, Tiles};
+use crate::variant::{Algorithm, Binding, KernelVariant, LANES_COLUMNS, Stores, Tiles};
 
 const NUMBERS: &str = include_str!("wgsl/numbers.wgsl");
 const MATH: &str = include_str!("wgsl/math.wgsl");
@@ -26,6 +26,7 @@ const SCORES: &str = include_str!("wgsl/scores.wgsl");
 const ENDS: &str = include_str!("wgsl/ends.wgsl");
 const GENERIC: &str = include_str!("wgsl/generic.wgsl");
 const FORWARD: &str = include_str!("wgsl/forward.wgsl");
+const LANES: &str = include_str!("wgsl/lanes.wgsl");
 const HALVES: &str = include_str!("wgsl/halves.wgsl");
 const FLOATS: &str = include_str!("wgsl/floats.wgsl");
 const MATRICES: &str = include_str!("wgsl/matrices.wgsl");
@@ -164,6 +165,10 @@ impl KernelVariant {
                 let words = [("$g", column_groups), ("$a", 2), ("$n", 4), ("$c", 4), ("$e", 2), ("$o", 2)];
                 let text = unrolled(FORWARD, &words);
                 (format!("const COLUMN_GROUPS: u32 = {column_groups}u;\n{text}"), &[NUMBERS, MATH, ROWS, SCORES, ENDS])
+            }
+            Algorithm::Lanes => {
+                let words = [("$m", LANES_COLUMNS / 8), ("$l", 8), ("$n", 4)];
+                (unrolled(LANES, &words), &[NUMBERS, MATH, ROWS, SCORES, ENDS])
             }
             Algorithm::Matrices(tiles) => {
                 let text =

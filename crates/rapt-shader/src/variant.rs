@@ -11,6 +11,8 @@ pub(crate) use crate::tiles::{BLOCK_M, Tiles};
 pub(crate) const MOST_FEW_ROWS: usize = 16;
 /// Most splits of the keys: threads of `combine`.
 pub(crate) const MOST_SPLITS: usize = 128;
+/// Columns of q that `lanes` holds, and of values of a workgroup.
+pub(crate) const LANES_COLUMNS: usize = 64;
 /// Keys of the shortest split.
 pub(crate) const LEAST_SPLIT: usize = 256;
 
@@ -25,6 +27,8 @@ pub enum Algorithm {
         /// How many times 64 columns of values a workgroup has: 1 or 2.
         column_groups: usize,
     },
+    /// wgsl/lanes.wgsl: many queries, on a processor.
+    Lanes,
     /// wgsl/matrices.wgsl: many queries, on a device with cooperative matrices of their dtype.
     Matrices(MatrixTiles),
     /// wgsl/decode.wgsl: few queries, of a part of the keys.
@@ -41,7 +45,7 @@ impl Algorithm {
     pub(crate) const fn kernel(self) -> Kernel {
         match self {
             Algorithm::Generic => Kernel::Generic,
-            Algorithm::Forward { .. } => Kernel::Forward,
+            Algorithm::Forward { .. } | Algorithm::Lanes => Kernel::Forward,
             Algorithm::Matrices(_) => Kernel::Matrices,
             Algorithm::Decode { .. } | Algorithm::Combine => Kernel::Decode,
         }
@@ -64,6 +68,14 @@ impl Algorithm {
                 block_dv: 64 * column_groups,
                 threads: 128,
                 shared_bytes: 544 * 16 + 272 * 16 + 128 * 4 + 16 * 16 + 4,
+            },
+            Algorithm::Lanes => Tiles {
+                block_m: BLOCK_M,
+                block_n: 4,
+                block_dv: LANES_COLUMNS,
+                threads: 16,
+                // The word of `for_tile`, which is not written.
+                shared_bytes: 4,
             },
             Algorithm::Matrices(tiles) => tiles.tiles(),
             Algorithm::Decode { row_groups } => Tiles {
@@ -174,7 +186,7 @@ impl KernelVariant {
     #[must_use]
     pub const fn bindings(&self) -> &'static [Binding] {
         match self.algorithm {
-            Algorithm::Generic | Algorithm::Forward { .. } | Algorithm::Matrices(_) => &BINDINGS,
+            Algorithm::Generic | Algorithm::Forward { .. } | Algorithm::Lanes | Algorithm::Matrices(_) => &BINDINGS,
             Algorithm::Decode { .. } => &DECODED,
             Algorithm::Combine => &COMBINED,
         }
@@ -183,7 +195,7 @@ impl KernelVariant {
     /// Whether its text asks for the number of a thread's subgroup.
     #[must_use]
     pub const fn has_subgroups(&self) -> bool {
-        matches!(self.algorithm, Algorithm::Matrices(_))
+        matches!(self.algorithm, Algorithm::Matrices(_) | Algorithm::Lanes)
     }
 
     /// Threads of a workgroup.
@@ -211,6 +223,7 @@ impl fmt::Display for KernelVariant {
         match algorithm {
             Algorithm::Generic => write!(f, "generic")?,
             Algorithm::Forward { .. } => write!(f, "forward of {} columns", algorithm.tiles().block_dv)?,
+            Algorithm::Lanes => write!(f, "lanes")?,
             Algorithm::Matrices(tiles) => write!(f, "matrices {tiles}")?,
             Algorithm::Decode { .. } => write!(f, "decode of {} rows", algorithm.tiles().block_m)?,
             Algorithm::Combine => write!(f, "combine")?,

@@ -2,8 +2,8 @@
 
 use rapt_core::{DType, Dims, Error, Kernel, Options, Shape, Spec, Strides, TensorForm};
 use rapt_shader::{
-    Algorithm, Caps, KernelVariant, MatrixTiles, MatrixUnits, Place, Range, ShaderLaunch, Window, matrix_variants,
-    select, select_kernel, variants,
+    Algorithm, Caps, KernelVariant, MatrixTiles, MatrixUnits, Place, Range, ShaderLaunch, Window, lane_variants,
+    matrix_variants, select, select_kernel, variants,
 };
 
 const DEVICE: rapt_core::Device = rapt_core::Device::Cpu;
@@ -100,6 +100,22 @@ fn matrices_serve_float16_where_the_device_has_them_and_the_plan_says_why_they_d
     assert!(without.why_not_faster().contains("no cooperative matrices of float16"), "{}", without.why_not_faster());
     let error = select_kernel(&spec(DType::F32, [1, 1, 100, 64], 1, 50), &MATRICES[0], Kernel::Matrices).unwrap_err();
     assert!(error.to_string().contains("matrices are of float16"), "{error}");
+}
+
+const PROCESSOR: Caps = Caps { has_lanes: true, ..COMMON };
+
+#[test]
+fn a_processor_has_a_forward_of_its_own_up_to_64_columns() {
+    let is_lanes = |dtype, dim| {
+        let plan = select(&spec(dtype, [1, 1, 100, dim], 1, 50), &PROCESSOR).unwrap();
+        assert_eq!(plan.key().kernel, Kernel::Forward, "{dim}");
+        let variant = plan.launch_plan::<ShaderLaunch>().unwrap().variant.unwrap();
+        variant.algorithm == Algorithm::Lanes
+    };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        assert!(is_lanes(dtype, 1) && is_lanes(dtype, 64));
+        assert!(!is_lanes(dtype, 65));
+    }
 }
 
 /// Which of two texts with the same bits runs follows from where k and v lie.
@@ -222,7 +238,7 @@ fn a_kernel_that_is_asked_for_by_name_runs_or_is_refused_with_the_reason() {
 
 #[test]
 fn every_selected_variant_is_listed() {
-    let all = [variants(), matrix_variants()].concat();
+    let all = [variants(), matrix_variants(), lane_variants()].concat();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for out in [DType::F32, DType::F16, DType::BF16] {
             for mask in [None, Some(DType::Bool), Some(DType::F32), Some(DType::F16), Some(DType::BF16)] {
@@ -232,6 +248,7 @@ fn every_selected_variant_is_listed() {
                     let spec = Spec::builder(q, q, q, &options).mask(mask).build().unwrap();
                     for (caps, kernel) in [
                         (COMMON, Kernel::Forward),
+                        (PROCESSOR, Kernel::Forward),
                         (MATRICES[0], Kernel::Matrices),
                         (MATRICES[1], Kernel::Matrices),
                         (COMMON, Kernel::Decode),

@@ -6,7 +6,7 @@ use naga::front::wgsl;
 use naga::valid::{Capabilities, ValidationFlags, Validator};
 use naga::{AddressSpace, ArraySize, Module, TypeInner};
 use rapt_core::DType;
-use rapt_shader::{Algorithm, Binding, Caps, KernelVariant, Params, Stores, matrix_variants, variants};
+use rapt_shader::{Algorithm, Binding, Caps, KernelVariant, Params, Stores, lane_variants, matrix_variants, variants};
 
 /// Of each tiles of matrices the variant without a mask; and of one the variants of every mask, and of every out.
 fn of_matrices() -> Vec<KernelVariant> {
@@ -29,7 +29,7 @@ fn parsed() -> &'static [(KernelVariant, Module)] {
             let module = wgsl::parse_str(&text);
             (variant, module.unwrap_or_else(|error| panic!("{variant}: {}", error.emit_to_string(&text))))
         };
-        variants().into_iter().chain(of_matrices()).map(parsed).collect()
+        variants().into_iter().chain(lane_variants()).chain(of_matrices()).map(parsed).collect()
     });
     &PARSED
 }
@@ -38,7 +38,7 @@ fn parsed() -> &'static [(KernelVariant, Module)] {
 fn every_variant_is_valid() {
     assert_eq!(
         parsed().len(),
-        3 * (3 * 5 * 5) + 2 * (3 * 5) + 5 + (12 + 8 + 4 + 8 + 4 + 4),
+        4 * (3 * 5 * 5) + 2 * (3 * 5) + 5 + (12 + 8 + 4 + 8 + 4 + 4),
         "storage, mask, and out with its stores, as far as an algorithm has them"
     );
     for (variant, module) in parsed() {
@@ -53,6 +53,7 @@ fn every_variant_is_valid() {
                     | Capabilities::SUBGROUP
                     | Capabilities::COOPERATIVE_MATRIX
             }
+            Algorithm::Lanes => of_stores | Capabilities::SUBGROUP,
             _ => of_stores,
         };
         let mut validator = Validator::new(ValidationFlags::all(), needs);

@@ -59,14 +59,14 @@ impl AdapterFacts {
             wgpu::DeviceType::Other => "other",
         };
         let lacks = OPTIONAL.iter().filter(|(feature, _)| !features.contains(*feature)).map(|(_, what)| *what);
-        let matrices = matrices(adapter, features, &info);
+        let caps = Caps { matrices: matrices(adapter, features, &info), ..caps(features, &limits, &info) };
         AdapterFacts {
             index: u32::try_from(index).unwrap_or(u32::MAX),
             name: info.name,
             driver: format!("{} {}", info.driver, info.driver_info).trim().to_owned(),
             kind,
             subgroups: (info.subgroup_min_size, info.subgroup_max_size),
-            caps: Caps { matrices, ..caps(features, &limits) },
+            caps,
             keeps_kernels: features.contains(Features::PIPELINE_CACHE),
             lacks: lacks.collect(),
             missing: missing(&limits),
@@ -100,7 +100,7 @@ fn matrices(adapter: &wgpu::Adapter, features: Features, info: &wgpu::AdapterInf
 }
 
 /// What selection depends on, of a device or an adapter, but for its matrices.
-pub(crate) fn caps(features: Features, limits: &Limits) -> Caps {
+pub(crate) fn caps(features: Features, limits: &Limits, info: &wgpu::AdapterInfo) -> Caps {
     let of_dimension = limits.max_compute_workgroups_per_dimension as usize;
     Caps {
         arch: Arch::Wgsl,
@@ -110,6 +110,9 @@ pub(crate) fn caps(features: Features, limits: &Limits) -> Caps {
         max_items: of_dimension.saturating_mul(of_dimension),
         max_threads: limits.max_compute_invocations_per_workgroup.min(limits.max_compute_workgroup_size_x) as usize,
         max_shared_bytes: limits.max_compute_workgroup_storage_size as usize,
+        has_lanes: info.device_type == wgpu::DeviceType::Cpu
+            && features.contains(Features::SUBGROUP)
+            && (info.subgroup_min_size, info.subgroup_max_size) == (8, 8),
         matrices: None,
     }
 }

@@ -92,7 +92,7 @@ impl Gpu {
     /// `SHADER_I16`, and compiled kernels are kept where it was with `PIPELINE_CACHE`. The device's callbacks for errors and for its loss are replaced.
     #[must_use]
     pub fn with_device(device: wgpu::Device, queue: wgpu::Queue, index: u32) -> Self {
-        let caps = caps(device.features(), &device.limits());
+        let caps = caps(device.features(), &device.limits(), &device.adapter_info());
         let options = OpenOptions::default();
         let open = RwLock::new(Arc::new(Open::new(device, queue, options.checks, options.cache.clone())));
         Gpu { source: Source::Caller, facts: None, index, caps, options, open }

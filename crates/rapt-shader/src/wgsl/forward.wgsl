@@ -33,8 +33,6 @@
 const TILE: u32 = 16u;
 // Vectors from one row of workgroup memory to the next: one of each 4 rows or keys, and one that is not used.
 const PITCH: u32 = 17u;
-// Far below the largest number: products up to it, times a scale up to 1, stay finite.
-const LARGE: f32 = 1e38;
 // Where the tile of k begins.
 const TILE_K: u32 = 272u;
 
@@ -158,9 +156,9 @@ fn attention(
     let limit = bitcast<u32>(LARGE / max(abs(p.scale), 1.0));
 
     workgroupBarrier();
-    // What comes next to tiles. Nothing is read where there are no columns or no keys.
+    // What comes next to tiles. Nothing is read where there are no keys.
     var next: Columns;
-    if p.head_dim > 0u && block.first_key < block.end_key {
+    if block.first_key < block.end_key {
         next = queries_and_keys(p, keys_from(p, block, block.first_key, thread), 0u, thread);
     }
     for (var n0 = block.first_key; n0 < block.end_key; n0 += BLOCK_N) {
@@ -241,7 +239,7 @@ fn attention(
                 next_values = values(p, block, j0 + TILE, thread);
                 // Not a value from before: it would hold registers.
                 next = Columns();
-            } else if p.head_dim > 0u {
+            } else {
                 next = queries_and_keys(p, keys_from(p, block, n0 + BLOCK_N, thread), 0u, thread);
             }
             for (var j = 0u; j < TILE; j++) {

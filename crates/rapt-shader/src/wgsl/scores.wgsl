@@ -2,6 +2,9 @@
 // What is not finite is 0 in tiles; the threads whose rows attend it look at it once more (`kinds_of_products`).
 // Deliberately absent: where a kernel keeps its tiles.
 
+// Far below the largest number: products up to it, times a scale up to 1, stay finite.
+const LARGE: f32 = 1e38;
+
 // The last tile in which a number was not finite.
 var<workgroup> not_finite: atomic<u32>;
 
