@@ -22,7 +22,7 @@
 // masked, their column of q is 0 or their result is not stored, so that no branch stands between loads.
 // Weights are in workgroup memory for 16 keys at a time, and stay in registers until then: so the kernel runs wherever WebGPU does, and more workgroups
 // share a multiprocessor. NVIDIA's driver gives those some 52 KiB together and takes 1 KiB of each: at 24 KiB two are there at once, at 27 one (H200, driver
-// 580, 2026-11). With weights of all 64 keys in 26 KiB the kernel took 1.37 times as long.
+// 580, 2026-11). With weights of all 64 keys in 26 KiB the kernel took 1.37 times as long as with those of 32 in 18; with those of 16 it was not timed on a GPU.
 // Rows of workgroup memory are 17 vectors long: threads that store down a column meet different banks.
 //
 // A line with $a, $n, $g, $c, $e or $o (keys, and fours of rows, that a thread loads) stands once for each. Maxima and sums cross threads in one fixed order, and no operation crosses rows: the
@@ -38,18 +38,12 @@ const TILE_K: u32 = 272u;
 
 // q [16][16], by column and four rows, and k likewise, by tx; or v [16][COLUMN_GROUPS][16], four columns; or maxima or sums of four rows.
 var<workgroup> tile: array<vec4<f32>, 544>;
-// [16][16]: a key's scores, then its weights, for four rows; or four results, by column.
+// [16][16]: a key's weights for four rows; or four results, by column.
 var<workgroup> weights: array<vec4<f32>, 272>;
 // Of each thread, which rows attend its keys: eight bits for each $n, four for each $a of these.
 var<workgroup> attended: array<u32, 128>;
 // Where column 0 of a row lies in q, then in out.
 var<workgroup> row_at: array<vec4<u32>, 16>;
-
-fn block_of(p: Params, item: u32) -> Block {
-    let run = item / p.dv_blocks;
-    let first_row = (p.first_row_block + run % p.row_blocks) * BLOCK_M;
-    return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
-}
 
 // What a thread has on its way to tiles: of one column eight rows of q and eight keys; of two keys four columns of each 64.
 struct Columns {
@@ -152,8 +146,8 @@ fn attention(
     var step = 0u;
 
     // Whether scores are products · scale and nothing else, where every row sees the key and products are below `limit`, as bits.
-    let is_plain = !HAS_MASK && p.has_alibi == 0u && p.softcap == 0.0 && block.first_row + BLOCK_M <= p.rows && is_finite(bitcast<u32>(p.scale));
-    let limit = bitcast<u32>(LARGE / max(abs(p.scale), 1.0));
+    let is_plain = are_products(p, HAS_MASK) && block.first_row + BLOCK_M <= p.rows;
+    let limit = product_limit(p.scale);
 
     workgroupBarrier();
     // What comes next to tiles. Nothing is read where there are no keys.

@@ -24,12 +24,6 @@ var<workgroup> weights: array<vec4<f32>, 512>;
 // [16][16], by tx and ty: four bits for each of the two keys, which rows attend it.
 var<workgroup> attended: array<u32, 256>;
 
-fn block_of(p: Params, item: u32) -> Block {
-    let run = item / p.dv_blocks;
-    let first_row = (p.first_row_block + run % p.row_blocks) * BLOCK_M;
-    return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
-}
-
 // Column d0 + tx of the thread's rows, and of two keys; 0 outside.
 fn load_queries_and_keys(p: Params, block: Block, rows: Rows, n0: u32, d0: u32, tx: u32, ty: u32, step: u32) {
     let d = d0 + tx;

@@ -12,7 +12,7 @@
 //
 // 16 threads, of which thread t has rows 4·t .. 4·t + 4 of the block, one in each component of its vectors: q and acc_o of them in registers, 64 vectors each.
 //
-// Such a driver loads from memory lane by lane, at some 40 cycles for 8 lanes even of one place, and runs both sides of a branch, but no turn of a loop in which no
+// Such a driver loads from memory lane by lane, at some 30 cycles for 8 lanes even of one place (estimated, Zen 5, 2026-11), and runs both sides of a branch, but no turn of a loop in which no
 // lane is. So each lane loads a column of its own, of which all get the value from its register (`subgroupBroadcast`), and what is rare stands in a loop of one turn.
 //   multiply-adds of a block of keys     64·4·128, of which a thread has 2048
 //   elements loaded for it               4·128 by each subgroup of 8 threads, 64 a thread
@@ -20,24 +20,6 @@
 // A line with $m (eights of columns), $l (columns of one, and the lanes that load them) or $n (keys) stands once for each. No operation crosses rows: the bits of a row depend
 // neither on its neighbours nor on strides. A masked weight is 0 and adds nothing.
 // Deliberately absent: workgroup memory, a head_dim beyond 64, and subgroups of other than 8 threads.
-
-fn block_of(p: Params, item: u32) -> Block {
-    let run = item / p.dv_blocks;
-    let first_row = (p.first_row_block + run % p.row_blocks) * BLOCK_M;
-    return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
-}
-
-// The kinds of column c of keys first .. end, for the rows that attend them.
-fn kinds_of_values(p: Params, block: Block, rows: Rows, first: u32, end: u32, c: u32) -> vec4<u32> {
-    var kinds = vec4<u32>();
-    for (var j = first; j < min(end, block.end_key); j++) {
-        let kind = kind_of(value(p, block, j, c));
-        for (var is_odd = kind != 0u; is_odd; is_odd = false) {
-            kinds |= select(vec4<u32>(), vec4<u32>(kind), scores_of(p, block, rows, j, vec4<f32>(), vec4<u32>()).attends);
-        }
-    }
-    return kinds;
-}
 
 @compute @workgroup_size(16)
 fn attention(
@@ -76,8 +58,8 @@ fn attention(
     var first_bad = block.end_key;
     var end_bad = 0u;
     // Whether scores are products · scale and nothing else, where every row sees the key and products are below `limit`, as bits.
-    let is_plain = is_q_finite && !HAS_MASK && p.has_alibi == 0u && p.softcap == 0.0 && all(rows.exist) && is_finite(bitcast<u32>(p.scale));
-    let limit = bitcast<u32>(LARGE / max(abs(p.scale), 1.0));
+    let is_plain = is_q_finite && are_products(p, HAS_MASK) && all(rows.exist);
+    let limit = product_limit(p.scale);
     // The lane's columns: behind the last the last one, as q is 0 there, or the result is not stored.
     let d_$m = min($mu * 8u + lane, p.head_dim - 1u) * p.k_stride.w;
     let c_$m = min(block.first_column + $mu * 8u + lane, p.head_dim_v - 1u) * p.v_stride.w;
@@ -163,7 +145,7 @@ fn attention(
             var sums = vec4<f32>();
             if l == $lu { sums = acc_$l; }
             let column = block.first_column + eight * 8u + l;
-            let bits = results(ends, sums, kinds_of_values(p, block, rows, first_bad, end_bad, column));
+            let bits = results(ends, sums, kinds_of_attended(p, block, rows, first_bad, end_bad, column));
             for (var a = 0u; a < 4u; a++) {
                 if rows.exist[a] { store_out(out_at[a] + column * p.out_stride.w, bits[a]); }
             }

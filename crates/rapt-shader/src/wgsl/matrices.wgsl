@@ -53,12 +53,6 @@ var<workgroup> grown: atomic<u32>;
 var<workgroup> bad_first: atomic<u32>;
 var<workgroup> bad_end: atomic<u32>;
 
-fn block_of(p: Params, item: u32) -> Block {
-    let run = item / p.dv_blocks;
-    let first_row = (p.first_row_block + run % p.row_blocks) * BLOCK_M;
-    return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
-}
-
 // Columns first .. first + ROUND of the block's rows of q; 0 outside.
 fn load_queries(p: Params, block: Block, first: u32, thread: u32) {
     let d = first + thread % (ROUND / 4u) * 4u;
@@ -118,18 +112,6 @@ fn load_values(p: Params, block: Block, n0: u32, thread: u32) -> bool {
         tile[j * PITCH + c / 4u] = numbers(finite_four(words));
     }
     return are_odd(exponents);
-}
-
-// The kinds of column c of keys first .. end, for the rows that attend them.
-fn kinds_of_values(p: Params, block: Block, rows: Rows, first: u32, end: u32, c: u32) -> vec4<u32> {
-    var kinds = vec4<u32>();
-    if c >= p.head_dim_v { return kinds; }
-    for (var j = first; j < min(end, block.end_key); j++) {
-        let kind = kind_of(value(p, block, j, c));
-        if kind == 0u { continue; }
-        kinds |= select(vec4<u32>(), vec4<u32>(kind), scores_of(p, block, rows, j, vec4<f32>(), vec4<u32>()).attends);
-    }
-    return kinds;
 }
 
 // A thread's weights of a block of keys: their sum, the largest score, and which rows have a score that is bad, or attend a key.
@@ -345,7 +327,7 @@ fn attention(
         workgroupBarrier();
         let first_column = block.first_column + $hu * BLOCK_N;
         for (var at = lane; at < BLOCK_N; at += LANES) {
-            let kinds = kinds_of_values(p, block, rows, first_bad, end_bad, first_column + at);
+            let kinds = kinds_of_attended(p, block, rows, first_bad, end_bad, first_column + at);
             s_tile[at * PITCH_S + four] = bitcast<vec4<f32>>(results(ends, s_tile[at * PITCH_S + four], kinds));
         }
         workgroupBarrier();

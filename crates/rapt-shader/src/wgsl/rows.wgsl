@@ -28,6 +28,13 @@ fn block_of_rows(p: Params, task: u32, first_row: u32, first_column: u32) -> Blo
     return Block(task / p.kv_heads, task % p.kv_heads, first_row, first_column, first_key, end_key, seen_from, seen_to);
 }
 
+// That of workgroup `item`, where each has BLOCK_M rows and BLOCK_DV columns of a task.
+fn block_of(p: Params, item: u32) -> Block {
+    let run = item / p.dv_blocks;
+    let first_row = (p.first_row_block + run % p.row_blocks) * BLOCK_M;
+    return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
+}
+
 // Whether every row of the block that exists sees keys n0 .. n0 + BLOCK_N.
 fn is_seen(block: Block, n0: u32) -> bool { return n0 >= block.seen_from && n0 + BLOCK_N <= block.seen_to; }
 

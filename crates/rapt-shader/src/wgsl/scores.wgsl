@@ -2,11 +2,11 @@
 // What is not finite is 0 in tiles; the threads whose rows attend it look at it once more (`kinds_of_products`).
 // Deliberately absent: where a kernel keeps its tiles.
 
-// Far below the largest number: products up to it, times a scale up to 1, stay finite.
-const LARGE: f32 = 1e38;
-
 // The last tile in which a number was not finite.
 var<workgroup> not_finite: atomic<u32>;
+
+// Far below the largest number.
+const LARGE: f32 = 1e38;
 
 fn query(p: Params, block: Block, rows: Rows, a: u32, d: u32) -> u32 {
     return q_bits(element(p.q_base, p.q_stride, block.batch, rows.head[a], rows.i[a], d));
@@ -92,4 +92,21 @@ fn scores_of(p: Params, block: Block, rows: Rows, j: u32, products: vec4<f32>, k
 fn weighs(scores: Scores) -> vec4<bool> { return scores.attends & (scores.kind == vec4<u32>()); }
 fn is_bad(scores: Scores) -> vec4<bool> {
     return scores.attends & ((scores.kind & vec4<u32>(IS_NAN | IS_POSITIVE_INFINITY)) != vec4<u32>());
+}
+
+// Whether scores of keys that a row sees are products · scale and nothing else, and below which bits products stay finite by it.
+fn are_products(p: Params, has_mask: bool) -> bool { return !has_mask && p.has_alibi == 0u && p.softcap == 0.0 && is_finite(bitcast<u32>(p.scale)); }
+fn product_limit(scale: f32) -> u32 { return bitcast<u32>(LARGE / max(abs(scale), 1.0)); }
+
+// The kinds of column c of keys first .. end, for four rows that attend them. What is rare stands in a loop of one turn, which a processor passes by.
+fn kinds_of_attended(p: Params, block: Block, rows: Rows, first: u32, end: u32, c: u32) -> vec4<u32> {
+    var kinds = vec4<u32>();
+    if c >= p.head_dim_v { return kinds; }
+    for (var j = first; j < min(end, block.end_key); j++) {
+        let kind = kind_of(value(p, block, j, c));
+        for (var is_odd = kind != 0u; is_odd; is_odd = false) {
+            kinds |= select(vec4<u32>(), vec4<u32>(kind), scores_of(p, block, rows, j, vec4<f32>(), vec4<u32>()).attends);
+        }
+    }
+    return kinds;
 }
