@@ -190,7 +190,7 @@ impl Open {
             Checks::Compiled => self.device.create_shader_module(descriptor),
             Checks::Proven => {
                 let checks = wgpu::ShaderRuntimeChecks::unchecked();
-                // SAFETY: the texts are those of rapt-shader, whose loops count up to a bound, and the two of `meter`, which do too and write a place a
+                // SAFETY: the texts are those of rapt-shader, whose loops count up to a bound or end after one turn, and the two of `meter`, which do too and write a place a
                 // thread of buffers that have as many. Their indices into buffers are addresses of
                 // elements, which lie inside the window that `launch` binds: the operands were proven against the spec that the windows
                 // are computed of.
