@@ -69,7 +69,7 @@ impl LaunchPlan for ShaderLaunch {
         &self.cost
     }
     fn kv_in_place(&self) -> bool {
-        matches!(self.variant, Some(KernelVariant { algorithm: Algorithm::Decode { .. }, .. }))
+        self.variant.is_some_and(|variant| variant.algorithm.is_split())
     }
     fn work(&self) -> Option<Work> {
         self.work
@@ -95,10 +95,10 @@ impl LaunchPlan for ShaderLaunch {
             Kernel::Decode => {
                 let Partition { num_splits, split_keys, .. } = self.partition;
                 let split = format!("keys in {num_splits} of {split_keys}, folded by a second launch");
-                format!(
-                    "{rows} query rows for a key head: k and v are read once for {} of them; {split}",
-                    self.block_m()
-                )
+                let has_matrices = |variant: KernelVariant| matches!(variant.algorithm, Algorithm::Matrices(_));
+                let on = if self.variant.is_some_and(has_matrices) { ", on cooperative matrices" } else { "" };
+                let at_once = self.block_m();
+                format!("{rows} query rows for a key head: k and v are read once for {at_once} of them{on}; {split}")
             }
             _ => "it serves every size and device: any strides, on the ordinary units".to_owned(),
         };

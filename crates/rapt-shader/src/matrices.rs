@@ -1,7 +1,7 @@
 //! The tiles of `matrices` (wgsl/matrices.wgsl): how subgroups share a block of rows, keys and columns, by what a device's matrices are.
 //!
 //! ```text
-//! rows of a block      64 = subgroup_rows · row_tiles · tile
+//! rows of a block      subgroup_rows · row_tiles · tile                     64, or 16 of a part of the keys
 //! keys of a block      subgroup_columns · key_tiles · tile                  32, or 16
 //! columns of values    column_blocks · keys of a block                      64 or 128
 //! ```
@@ -32,6 +32,15 @@ impl MatrixUnits {
 /// Columns of q and k, and of values, that have a variant.
 const WIDTHS: [usize; 2] = [64, 128];
 
+/// Columns of q and k, and of values of a workgroup, that have a variant for these; `None` where q has more.
+fn columns(head_dim: usize, head_dim_v: usize) -> Option<(usize, usize)> {
+    let depth = WIDTHS.into_iter().find(|width| head_dim <= *width)?;
+    Some((depth, WIDTHS.into_iter().find(|width| head_dim_v <= *width).unwrap_or(WIDTHS[1])))
+}
+
+/// Rows of a block where a workgroup has a part of the keys.
+const FEW_ROWS: usize = 16;
+
 /// What identifies the tiles of a variant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MatrixTiles {
@@ -41,6 +50,8 @@ pub struct MatrixTiles {
     pub numbers: DType,
     /// Threads of a workgroup.
     pub threads: usize,
+    /// Rows of a block: 64, or fewer where a workgroup has a part of the keys.
+    pub block_m: usize,
     /// Tiles of rows of a subgroup.
     pub row_tiles: usize,
     /// Whether four words of k and v are loaded as one.
@@ -75,23 +86,43 @@ impl MatrixTiles {
         shared_bytes: usize,
     ) -> Option<Self> {
         let numbers = if storage == DType::F16 { DType::F16 } else { DType::F32 };
-        let depth = WIDTHS.into_iter().find(|width| head_dim <= *width)?;
-        let block_dv = WIDTHS.into_iter().find(|width| head_dim_v <= *width).unwrap_or(WIDTHS[1]);
+        let (depth, block_dv) = columns(head_dim, head_dim_v)?;
         let tiles = MatrixTiles::of_columns(units, numbers, depth, block_dv);
         (tiles.is_whole() && tiles.shared_bytes() <= shared_bytes).then_some(tiles)
     }
 
-    /// The tiles for so many columns. At head_dim 128 they take 24 KiB, of which two workgroups share a multiprocessor of NVIDIA's: 91 TFLOP/s on an H200
-    /// (2,16,2048²), and 99 with wide loads, where 256 threads and 64 keys in 48 KiB have 80 (2026-11). Apple's have 128 registers of 32 bits a
-    /// thread: one tile of rows to a subgroup, whose sums take 32 of them (never timed).
+    /// For few rows of float16 and a part of the keys; as [`fitting`](MatrixTiles::fitting).
+    pub(crate) fn fitting_few_rows(
+        units: MatrixUnits,
+        head_dim: usize,
+        head_dim_v: usize,
+        shared_bytes: usize,
+    ) -> Option<Self> {
+        let (depth, block_dv) = columns(head_dim, head_dim_v)?;
+        let tiles = MatrixTiles::of_few_rows(units, depth, block_dv);
+        (tiles.is_whole() && tiles.shared_bytes() <= shared_bytes).then_some(tiles)
+    }
+
+    /// The tiles for so many columns. At head_dim 128 they take 23 KiB, of which two workgroups share a multiprocessor of NVIDIA's: of all that were timed on an
+    /// H200 the fastest (2026-11, docs/lab/vulkan.md). Apple's have 128 registers of 32 bits a thread: one tile of rows to a subgroup, whose sums take 32 of them
+    /// (never timed).
     fn of_columns(units: MatrixUnits, numbers: DType, depth: usize, block_dv: usize) -> Self {
-        let tiles =
-            MatrixTiles { units, numbers, threads: 128, row_tiles: 2, wide: false, block_n: 32, depth, block_dv };
+        let (threads, block_m, row_tiles, block_n) = (128, BLOCK_M, 2, 32);
+        let tiles = MatrixTiles { units, numbers, threads, block_m, row_tiles, wide: false, block_n, depth, block_dv };
         if units == MatrixUnits::METAL {
             let narrow = numbers == DType::F16 || depth.max(block_dv) == WIDTHS[0];
             return MatrixTiles { threads: 256, row_tiles: 1, block_n: if narrow { 32 } else { 16 }, ..tiles };
         }
         tiles
+    }
+
+    /// The tiles for few rows, most of them empty: a subgroup for each tile of keys, so that as many workgroups as memory has room for load at once.
+    fn of_few_rows(units: MatrixUnits, depth: usize, block_dv: usize) -> Self {
+        let (block_m, block_n) = (FEW_ROWS, 32);
+        let threads = units.subgroup_threads * (block_n / units.tile);
+        let row_tiles = block_m / units.tile;
+        let numbers = DType::F16;
+        MatrixTiles { units, numbers, threads, block_m, row_tiles, wide: false, block_n, depth, block_dv }
     }
 
     /// Every one that a plan may have.
@@ -102,8 +133,11 @@ impl MatrixTiles {
         let of = |(units, numbers)| {
             columns.clone().map(move |(depth, dv)| MatrixTiles::of_columns(units, numbers, depth, dv))
         };
-        let all =
-            units.into_iter().chain([(MatrixUnits::METAL, DType::F32)]).flat_map(of).filter(MatrixTiles::is_whole);
+        let of_few = units
+            .into_iter()
+            .flat_map(|(units, _)| columns.clone().map(move |(depth, dv)| MatrixTiles::of_few_rows(units, depth, dv)));
+        let whole = units.into_iter().chain([(MatrixUnits::METAL, DType::F32)]).flat_map(of);
+        let all = whole.chain(of_few).filter(MatrixTiles::is_whole);
         let with_wide = |tiles: MatrixTiles| {
             let wide = tiles.has_wide_loads().then_some(MatrixTiles { wide: true, ..tiles });
             std::iter::once(tiles).chain(wide)
@@ -111,9 +145,14 @@ impl MatrixTiles {
         all.flat_map(with_wide).collect()
     }
 
+    /// Whether a workgroup has a part of the keys.
+    pub(crate) const fn is_split(&self) -> bool {
+        self.block_m < BLOCK_M
+    }
+
     /// Subgroups, along rows.
     const fn subgroup_rows(&self) -> usize {
-        BLOCK_M / (self.row_tiles * self.units.tile)
+        self.block_m / (self.row_tiles * self.units.tile)
     }
 
     /// Subgroups, along keys and columns.
@@ -150,7 +189,7 @@ impl MatrixTiles {
 
     /// In how many parts the columns of q are loaded, so that 64 rows of a part fit where a block of keys does.
     const fn rounds(&self) -> usize {
-        BLOCK_M.div_ceil(self.block_n)
+        self.block_m.div_ceil(self.block_n)
     }
 
     /// Vectors of four from one row of the tile of q, k or v to the next.
@@ -158,23 +197,32 @@ impl MatrixTiles {
         self.depth.max(self.block_dv) / 4 + 2
     }
 
-    /// Bytes of workgroup memory: the tile, s, weights; of each thread sums; where rows lie; four words.
+    /// Vectors of four from one key of s, and of the weights, to the next: longer than the rows, so that matrices meet different banks, where as many workgroups
+    /// have room. At 12 KiB NVIDIA's driver has four of them on a multiprocessor, at 13 three: decode took 113 µs and 128 (H200, 2026-11).
+    fn pitches_of_rows(&self) -> [usize; 2] {
+        let fours = self.block_m / 4;
+        if self.is_split() { [fours, fours] } else { [fours + 1, fours + 2] }
+    }
+
+    /// Bytes of workgroup memory: the tile, s, weights; maxima of four lanes; where rows lie; five words.
     #[must_use]
     pub fn shared_bytes(&self) -> usize {
-        let fours = BLOCK_M / 4;
+        let fours = self.block_m / 4;
         let four = 4 * self.numbers.size_bytes();
-        let of_key = self.pitch() * four + (fours + 1) * 16 + (fours + 2) * four;
-        self.block_n * of_key + self.threads * 16 + fours * 16 + 4 * 4
+        let [pitch_s, pitch_p] = self.pitches_of_rows();
+        let of_key = self.pitch() * four + pitch_s * 16 + pitch_p * four;
+        self.block_n * of_key + 4 * fours * 16 + fours * 16 + 5 * 4
     }
 
     pub(crate) fn tiles(&self) -> Tiles {
-        let &MatrixTiles { block_n, block_dv, .. } = self;
-        Tiles { block_m: BLOCK_M, block_n, block_dv, threads: self.threads, shared_bytes: self.shared_bytes() }
+        let &MatrixTiles { block_m, block_n, block_dv, .. } = self;
+        Tiles { block_m, block_n, block_dv, threads: self.threads, shared_bytes: self.shared_bytes() }
     }
 
     /// How often lines of the text stand.
     pub(crate) fn words(&self) -> Vec<(&'static str, usize)> {
-        let &MatrixTiles { units: MatrixUnits { tile, .. }, threads, row_tiles, block_n, depth, block_dv, .. } = self;
+        let &MatrixTiles { units: MatrixUnits { tile, .. }, threads, block_m, row_tiles, block_n, .. } = self;
+        let &MatrixTiles { depth, block_dv, .. } = self;
         vec![
             ("$r", self.rounds()),
             ("$k", depth / self.rounds() / tile),
@@ -184,19 +232,24 @@ impl MatrixTiles {
             ("$n", self.key_tiles()),
             ("$i", block_n * depth / self.loaded() / threads),
             ("$o", block_n * block_dv / self.loaded() / threads),
-            ("$l", block_n * BLOCK_M / 4 / threads),
+            ("$l", block_n * block_m / 4 / threads),
+            ("$w", usize::from(!self.is_split())),
+            ("$s", usize::from(self.is_split())),
         ]
     }
 
     /// What the text names of them. `reads_anywhere`: what a thread loads may begin at any element.
     pub(crate) fn constants(&self, reads_anywhere: bool) -> String {
         let tile = self.units.tile;
+        let [pitch_s, pitch_p] = self.pitches_of_rows();
         let mut text = String::new();
         let numbers = [
             ("TILE", tile),
             ("THREADS", self.threads),
             ("DEPTH", self.depth),
             ("PITCH", self.pitch()),
+            ("PITCH_S", pitch_s),
+            ("PITCH_P", pitch_p),
             ("ROUND", self.depth / self.rounds()),
             // The rows of a part of q are longer too where there is room for it.
             ("PITCH_Q", if self.rounds() == 1 { self.pitch() } else { self.depth / self.rounds() / 4 }),

@@ -26,7 +26,7 @@ pub(crate) struct Partition {
 impl Partition {
     pub(crate) fn new(spec: &Spec, algorithm: Algorithm) -> Self {
         let (Tiles { block_m, block_n, block_dv, .. }, rows) = (algorithm.tiles(), spec.group_size() * spec.q_len());
-        let is_split = matches!(algorithm, Algorithm::Decode { .. });
+        let is_split = algorithm.is_split();
         let split_keys = match is_split {
             true => spec.kv_len().div_ceil(MOST_SPLITS).next_multiple_of(block_n).max(LEAST_SPLIT),
             false => spec.kv_len().max(1),

@@ -120,16 +120,25 @@ fn few_rows(spec: &Spec) -> bool {
     spec.group_size().saturating_mul(spec.q_len()) <= MOST_FEW_ROWS
 }
 
+/// On matrices of float16, where the device has them: they leave less than widening each element takes. A processor has neither.
+fn decode_on_matrices(spec: &Spec, caps: &Caps) -> Option<Algorithm> {
+    let units = caps.matrices.filter(|_| spec.numerics.storage == DType::F16 && !caps.has_lanes)?;
+    let shared_bytes = caps.max_shared_bytes;
+    MatrixTiles::fitting_few_rows(units, spec.head_dim(), spec.head_dim_v(), shared_bytes).map(Algorithm::Matrices)
+}
+
 fn decode(spec: &Spec, caps: &Caps) -> Answer {
     if !few_rows(spec) {
         let rows = spec.group_size().saturating_mul(spec.q_len());
         return Err(format!("decode serves up to {MOST_FEW_ROWS} query rows for a key head, here are {rows}"));
     }
     is_short(spec, "decode")?;
-    let one = Algorithm::Decode { row_groups: 1 };
+    let (one, two) = (Algorithm::Decode { row_groups: 1 }, Algorithm::Decode { row_groups: 2 });
+    let on_matrices = || decode_on_matrices(spec, caps).and_then(|algorithm| fits(algorithm, caps).ok());
     let algorithm = match spec.group_size() * spec.q_len() {
+        _ if let Some(algorithm) = on_matrices() => Ok(algorithm),
         ..=4 => fits(one, caps),
-        _ => fits(Algorithm::Decode { row_groups: 2 }, caps).or_else(|_| fits(one, caps)),
+        _ => fits(two, caps).or_else(|_| fits(one, caps)),
     }?;
     match Partition::new(spec, algorithm).partial_bytes {
         bytes if bytes as u64 > caps.max_binding_bytes => {
@@ -259,6 +268,12 @@ fn of_every_mask_and_out(algorithm: Algorithm, storage: DType) -> impl Iterator<
     outs().flat_map(move |(out, stores)| MASKS.map(|mask| KernelVariant { algorithm, storage, mask, out, stores }))
 }
 
+/// Of what leaves its sums to `combine`.
+fn of_every_mask(algorithm: Algorithm, storage: DType) -> [KernelVariant; 5] {
+    let (out, stores) = (DType::F32, Stores::Words);
+    MASKS.map(|mask| KernelVariant { algorithm, storage, mask, out, stores })
+}
+
 /// Every variant on subgroups of a processor that a plan may launch.
 #[must_use]
 pub fn lane_variants() -> Vec<KernelVariant> {
@@ -271,8 +286,12 @@ pub fn matrix_variants() -> Vec<KernelVariant> {
     let storages = |numbers| if numbers == DType::F16 { vec![numbers] } else { vec![DType::F32, DType::BF16] };
     let mut all = Vec::new();
     for tiles in MatrixTiles::all() {
+        let algorithm = Algorithm::Matrices(tiles);
         for storage in storages(tiles.numbers) {
-            all.extend(of_every_mask_and_out(Algorithm::Matrices(tiles), storage));
+            match tiles.is_split() {
+                true => all.extend(of_every_mask(algorithm, storage)),
+                false => all.extend(of_every_mask_and_out(algorithm, storage)),
+            }
         }
     }
     all
@@ -288,14 +307,7 @@ pub fn variants() -> Vec<KernelVariant> {
     }
     for row_groups in [1, 2] {
         for storage in FLOATS {
-            let algorithm = Algorithm::Decode { row_groups };
-            all.extend(MASKS.map(|mask| KernelVariant {
-                algorithm,
-                storage,
-                mask,
-                out: DType::F32,
-                stores: Stores::Words,
-            }));
+            all.extend(of_every_mask(Algorithm::Decode { row_groups }, storage));
         }
     }
     let (algorithm, storage, mask) = (Algorithm::Combine, DType::F32, None);

@@ -24,6 +24,7 @@ const MATH: &str = include_str!("wgsl/math.wgsl");
 const ROWS: &str = include_str!("wgsl/rows.wgsl");
 const SCORES: &str = include_str!("wgsl/scores.wgsl");
 const ENDS: &str = include_str!("wgsl/ends.wgsl");
+const SPLITS: &str = include_str!("wgsl/splits.wgsl");
 const GENERIC: &str = include_str!("wgsl/generic.wgsl");
 const FORWARD: &str = include_str!("wgsl/forward.wgsl");
 const LANES: &str = include_str!("wgsl/lanes.wgsl");
@@ -65,7 +66,8 @@ fn unrolled(text: &str, words: &[(&str, usize)]) -> String {
         });
         let part: String = part.collect();
         let count = words.iter().find(|(word, _)| *word == name).map_or(0, |(_, count)| *count);
-        whole.push_str(&unrolled(&repeated(&part, name, count), words));
+        let parts: String = (0..count).map(|n| part.replace(name, &n.to_string())).collect();
+        whole.push_str(&unrolled(&parts, words));
     }
     whole
 }
@@ -162,7 +164,7 @@ impl KernelVariant {
         let (own, parts): (String, &[&str]) = match self.algorithm {
             Algorithm::Generic => (GENERIC.to_owned(), &[NUMBERS, MATH, ROWS, SCORES, ENDS]),
             Algorithm::Forward { column_groups } => {
-                let words = [("$g", column_groups), ("$a", 2), ("$n", 4), ("$c", 4), ("$e", 2), ("$o", 2)];
+                let words = [("$g", column_groups), ("$a", 2), ("$n", 4), ("$c", 4), ("$t", 16), ("$e", 2), ("$o", 2)];
                 let text = unrolled(FORWARD, &words);
                 (format!("const COLUMN_GROUPS: u32 = {column_groups}u;\n{text}"), &[NUMBERS, MATH, ROWS, SCORES, ENDS])
             }
@@ -175,6 +177,7 @@ impl KernelVariant {
                     unrolled(MATRICES, &tiles.words()).replace("size(THREADS)", &format!("size({})", tiles.threads));
                 let text = tiles.constants(elements == Elements::Alone) + &text;
                 match tiles.numbers {
+                    DType::F16 if tiles.is_split() => (text, &[NUMBERS, MATH, ROWS, SPLITS, SCORES, HALVES]),
                     DType::F16 => (text, &[NUMBERS, MATH, ROWS, SCORES, ENDS, HALVES]),
                     _ => (text, &[NUMBERS, MATH, ROWS, SCORES, ENDS, FLOATS]),
                 }
@@ -182,9 +185,11 @@ impl KernelVariant {
             Algorithm::Decode { row_groups } => {
                 let text =
                     unrolled(DECODE, &[("$a", row_groups), ("$n", 4), ("$i", 4), ("$q", 2), ("$h", 2), ("$e", 2)]);
-                (format!("const ROW_GROUPS: u32 = {row_groups}u;\n{text}"), &[NUMBERS, MATH, ROWS, SCORES])
+                (format!("const ROW_GROUPS: u32 = {row_groups}u;\n{text}"), &[NUMBERS, MATH, ROWS, SPLITS, SCORES])
             }
-            Algorithm::Combine => (unrolled(COMBINE, &[("$m", 4)]), &[NUMBERS, MATH, ROWS, ENDS]),
+            Algorithm::Combine => {
+                (unrolled(COMBINE, &[("$m", 8), ("$n", 3), ("$e", 16)]), &[NUMBERS, MATH, ROWS, ENDS])
+            }
         };
         parts.iter().copied().chain([own.as_str()]).flat_map(|part| ["\n", part]).collect()
     }

@@ -29,7 +29,7 @@ pub enum Algorithm {
     },
     /// wgsl/lanes.wgsl: many queries, on a processor.
     Lanes,
-    /// wgsl/matrices.wgsl: many queries, on a device with cooperative matrices of their dtype.
+    /// wgsl/matrices.wgsl: many queries, or few and a part of the keys, on a device with cooperative matrices of their dtype.
     Matrices(MatrixTiles),
     /// wgsl/decode.wgsl: few queries, of a part of the keys.
     Decode {
@@ -46,13 +46,23 @@ impl Algorithm {
         match self {
             Algorithm::Generic => Kernel::Generic,
             Algorithm::Forward { .. } | Algorithm::Lanes => Kernel::Forward,
+            Algorithm::Matrices(tiles) if tiles.is_split() => Kernel::Decode,
             Algorithm::Matrices(_) => Kernel::Matrices,
             Algorithm::Decode { .. } | Algorithm::Combine => Kernel::Decode,
         }
     }
 
+    /// Whether its workgroups have parts of the keys, which [`Algorithm::Combine`] folds.
+    pub(crate) const fn is_split(self) -> bool {
+        match self {
+            Algorithm::Decode { .. } => true,
+            Algorithm::Matrices(tiles) => tiles.is_split(),
+            _ => false,
+        }
+    }
+
     /// `generic`: three tiles, the attended keys, and a word. `forward`: tiles, weights, attended keys, where rows lie, and a word. `decode`: queries,
-    /// sums, maxima, weights, attended keys, and a word. `combine`: of each split factors, sums and flags; shares.
+    /// sums, maxima, weights, attended keys, and a word. `combine`: of each split factors, sums and flags, of eight sums and flags; shares.
     pub(crate) fn tiles(self) -> Tiles {
         match self {
             Algorithm::Generic => Tiles {
@@ -88,9 +98,9 @@ impl Algorithm {
             Algorithm::Combine => Tiles {
                 block_m: 4,
                 block_n: 1,
-                block_dv: 32,
+                block_dv: 8,
                 threads: MOST_SPLITS,
-                shared_bytes: MOST_SPLITS * (16 + 16 + 4 + 16),
+                shared_bytes: MOST_SPLITS * (16 + 16 + 4 + 16) + MOST_SPLITS / 8 * (16 + 4),
             },
         }
     }
@@ -174,7 +184,7 @@ impl KernelVariant {
     pub(crate) fn all_of(algorithm: Algorithm, spec: &Spec, has_16_bit_stores: bool) -> (Self, Option<Self>) {
         let whole = KernelVariant::of(algorithm, spec, has_16_bit_stores);
         match algorithm {
-            Algorithm::Decode { .. } => {
+            _ if algorithm.is_split() => {
                 let combine = KernelVariant { algorithm: Algorithm::Combine, storage: DType::F32, mask: None, ..whole };
                 (KernelVariant { out: DType::F32, stores: Stores::Words, ..whole }, Some(combine))
             }
@@ -186,9 +196,9 @@ impl KernelVariant {
     #[must_use]
     pub const fn bindings(&self) -> &'static [Binding] {
         match self.algorithm {
-            Algorithm::Generic | Algorithm::Forward { .. } | Algorithm::Lanes | Algorithm::Matrices(_) => &BINDINGS,
-            Algorithm::Decode { .. } => &DECODED,
             Algorithm::Combine => &COMBINED,
+            _ if self.algorithm.is_split() => &DECODED,
+            _ => &BINDINGS,
         }
     }
 
@@ -224,6 +234,9 @@ impl fmt::Display for KernelVariant {
             Algorithm::Generic => write!(f, "generic")?,
             Algorithm::Forward { .. } => write!(f, "forward of {} columns", algorithm.tiles().block_dv)?,
             Algorithm::Lanes => write!(f, "lanes")?,
+            Algorithm::Matrices(tiles) if tiles.is_split() => {
+                write!(f, "decode of {} rows on matrices {tiles}", tiles.block_m)?;
+            }
             Algorithm::Matrices(tiles) => write!(f, "matrices {tiles}")?,
             Algorithm::Decode { .. } => write!(f, "decode of {} rows", algorithm.tiles().block_m)?,
             Algorithm::Combine => write!(f, "combine")?,

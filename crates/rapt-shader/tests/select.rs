@@ -148,6 +148,38 @@ fn rows_that_lie_in_vectors_are_loaded_as_such() {
     assert!(!is_wide(&columns_first, &MATRICES[0], 0), "columns do not lie side by side");
 }
 
+#[test]
+fn few_rows_of_float16_are_on_matrices_where_the_device_has_them() {
+    let with_lanes = Caps { has_lanes: true, ..MATRICES[0] };
+    let algorithm = |dtype, shape, caps: &Caps| {
+        let plan = select(&spec(dtype, shape, 2, 1000), caps).unwrap();
+        assert_eq!(plan.key().kernel, Kernel::Decode);
+        (plan.launch_plan::<ShaderLaunch>().unwrap().variant.unwrap().algorithm, plan.key().p_rounding, plan.why())
+    };
+    for (caps, threads) in [(&MATRICES[0], 64), (&Caps::METAL, 128)] {
+        for (shape, columns) in [([1, 2, 1, 128], 128), ([2, 16, 2, 64], 64), ([1, 2, 16, 1], 64)] {
+            let (algorithm, rounding, why) = algorithm(DType::F16, shape, caps);
+            let Algorithm::Matrices(tiles) = algorithm else { panic!("{algorithm:?}") };
+            assert_eq!((tiles.block_m, tiles.threads, tiles.depth, tiles.block_dv), (16, threads, columns, columns));
+            // Of which a multiprocessor of NVIDIA's has four at once.
+            assert!(tiles.shared_bytes() <= 12 << 10);
+            assert_eq!(rounding, rapt_core::PRounding::Storage);
+            assert!(why.contains("read once for 16 of them, on cooperative matrices"), "{why}");
+        }
+    }
+    for (dtype, dim, caps) in [
+        (DType::F32, 64, &MATRICES[0]),
+        (DType::BF16, 64, &Caps::METAL),
+        (DType::F16, 129, &MATRICES[0]),
+        (DType::F16, 64, &with_lanes),
+        (DType::F16, 64, &COMMON),
+    ] {
+        let (algorithm, rounding, why) = algorithm(dtype, [1, 4, 1, dim], caps);
+        assert_eq!(algorithm, Algorithm::Decode { row_groups: 1 }, "{dtype} {dim}");
+        assert!(rounding == rapt_core::PRounding::Accumulation && !why.contains("matrices"), "{why}");
+    }
+}
+
 /// Apple's GPUs have matrices of float32 too: bfloat16 is exact in them, and weights of both are not rounded.
 #[test]
 fn matrices_of_metal_serve_every_dtype() {

@@ -4,6 +4,7 @@
 //! Deliberately absent: peers (`rapt bench`).
 
 use std::error::Error;
+use std::time::Instant;
 
 use half::f16;
 use rapt_core::{Causal, DType, Kernel, Options, Plan, Spec};
@@ -127,11 +128,17 @@ impl<'a> Request<'a> {
         self.out()
     }
 
-    /// The best of these runs, or of as many as take `WARM` seconds, and floating-point operations of it in a second.
+    /// The best of these runs behind `WARM` seconds of them, and floating-point operations of it in a second.
     fn time(&self, plan: &Plan, runs: usize) -> Outcome<(f64, f64)> {
         let first = self.gpu.seconds(plan, &self.tensors(), 1)?[0];
         let runs = runs.max((WARM / first.max(1e-6)) as usize).min(MOST_RUNS);
-        let mut seconds = self.gpu.seconds(plan, &self.tensors(), runs + 2)?.split_off(2);
+        let begin = Instant::now();
+        let mut seconds = loop {
+            let seconds = self.gpu.seconds(plan, &self.tensors(), runs)?;
+            if begin.elapsed().as_secs_f64() > WARM {
+                break seconds;
+            }
+        };
         seconds.sort_by(f64::total_cmp);
         let best = seconds[0];
         Ok((best, plan.cost().flops / best))
@@ -148,19 +155,22 @@ fn difference(got: &[f32], expected: &[f32]) -> f64 {
     (of_difference / whole).sqrt()
 }
 
-/// The tiles that are measured.
-fn candidates(gpu: &Gpu, dim: usize) -> Vec<MatrixTiles> {
+/// The tiles that are measured: of 64 rows, or of fewer and a part of the keys.
+fn candidates(gpu: &Gpu, dim: usize, rows: &[usize]) -> Vec<MatrixTiles> {
     let Some(units) = gpu.caps().matrices else { return Vec::new() };
     let mut all = Vec::new();
-    for threads in [128, 256] {
-        for row_tiles in [2, 1] {
-            for block_n in [64, 32] {
-                // Whether loads are wide is chosen where k and v are bound.
-                let (numbers, depth, block_dv, wide) = (DType::F16, dim, dim, false);
-                let tiles = MatrixTiles { units, numbers, threads, row_tiles, wide, block_n, depth, block_dv };
-                let fits = || tiles.shared_bytes() <= gpu.caps().max_shared_bytes;
-                if tiles.is_whole() && fits() {
-                    all.push(tiles);
+    for &block_m in rows {
+        for threads in [64, 128, 256] {
+            for row_tiles in [2, 1] {
+                for block_n in [64, 32] {
+                    // Whether loads are wide is chosen where k and v are bound.
+                    let (numbers, depth, block_dv, wide) = (DType::F16, dim, dim, false);
+                    let tiles =
+                        MatrixTiles { units, numbers, threads, block_m, row_tiles, wide, block_n, depth, block_dv };
+                    let fits = || tiles.shared_bytes() <= gpu.caps().max_shared_bytes;
+                    if tiles.is_whole() && fits() {
+                        all.push(tiles);
+                    }
                 }
             }
         }
@@ -178,7 +188,7 @@ fn check(gpu: &Gpu) -> Outcome {
         let request = Request::new(gpu, DType::F16, [2, 4, 2, 131, kv_len, dim], options, growing);
         let spec = request.spec()?;
         let expected = request.run(&gpu.plan_kernel(&spec, Kernel::Generic)?)?;
-        for tiles in candidates(gpu, if dim <= 64 { 64 } else { 128 }) {
+        for tiles in candidates(gpu, if dim <= 64 { 64 } else { 128 }, &[64]) {
             let answer = gpu
                 .plan_algorithm(&spec, Algorithm::Matrices(tiles))
                 .map_err(Into::into)
@@ -204,7 +214,11 @@ fn main() -> Outcome {
         println!("{facts:?}");
     }
     let gpu = Gpu::open(adapter as u32)?;
-    check(&gpu)?;
+    // Of the word `few`: decode alone.
+    let few_alone = std::env::args().any(|argument| argument == "few");
+    if !few_alone {
+        check(&gpu)?;
+    }
     let fma = gpu.multiply_adds_per_second(5)?;
     println!("multiply-adds of float32: {:.2} T/s, {:.2} TFLOP/s", fma * 1e-12, fma * 2e-12);
     for bytes in [64 << 20, 256 << 20] {
@@ -212,12 +226,20 @@ fn main() -> Outcome {
             println!("copy of {} MiB: {:.0} GB/s", bytes >> 20, gpu.copied_bytes_per_second(bytes, 10)? * 1e-9);
         }
     }
+    if !few_alone {
+        many(&gpu, [batch, len, runs], fma)?;
+    }
+    few(&gpu, len, runs)
+}
+
+/// Many queries.
+fn many(gpu: &Gpu, [batch, len, runs]: [usize; 3], fma: f64) -> Outcome {
     for (dim, options, name) in [
         (128, Options::default(), ""),
         (128, Options::default().with_causal(Causal::TopLeft), " causal"),
         (64, Options::default(), ""),
     ] {
-        let request = Request::new(&gpu, DType::F16, [batch, 16, 16, len, len, dim], options, false);
+        let request = Request::new(gpu, DType::F16, [batch, 16, 16, len, len, dim], options, false);
         let spec = request.spec()?;
         println!("float16 {batch},16,{len}²,{dim}{name}");
         let forward = gpu.plan_kernel(&spec, Kernel::Forward)?;
@@ -227,7 +249,7 @@ fn main() -> Outcome {
             let (seconds, rate) = request.time(&plan, 3)?;
             println!("  {:.3} ms  {:.1} TFLOP/s  {}", seconds * 1e3, rate * 1e-12, kernel.name());
         }
-        for tiles in candidates(&gpu, dim) {
+        for tiles in candidates(gpu, dim, &[64]) {
             let plan = match gpu.plan_algorithm(&spec, Algorithm::Matrices(tiles)) {
                 Ok(plan) => plan,
                 Err(error) => {
@@ -241,7 +263,7 @@ fn main() -> Outcome {
         }
     }
     for dim in [64, 128] {
-        let request = Request::new(&gpu, DType::F32, [batch, 16, 16, len, len, dim], Options::default(), false);
+        let request = Request::new(gpu, DType::F32, [batch, 16, 16, len, len, dim], Options::default(), false);
         let spec = request.spec()?;
         for kernel in [Kernel::Forward, Kernel::Generic] {
             let plan = gpu.plan_kernel(&spec, kernel)?;
@@ -255,18 +277,38 @@ fn main() -> Outcome {
             );
         }
     }
-    for (dtype, kv_len) in [(DType::F16, len * 16), (DType::F16, len * 4), (DType::F32, len * 4)] {
-        let request = Request::new(&gpu, dtype, [1, 32, 8, 1, kv_len, 128], Options::default(), false);
+    Ok(())
+}
+
+/// A query for each of 32 heads.
+fn few(gpu: &Gpu, len: usize, runs: usize) -> Outcome {
+    for (dtype, kv_len) in [
+        (DType::F16, len * 16),
+        (DType::F16, len * 4),
+        (DType::F16, len),
+        (DType::F16, len / 16),
+        (DType::F32, len * 16),
+        (DType::F32, len * 4),
+        (DType::F32, len / 16),
+    ] {
+        let request = Request::new(gpu, dtype, [1, 32, 8, 1, kv_len, 128], Options::default(), false);
         let spec = request.spec()?;
-        let plan = gpu.plan(&spec)?;
-        let (seconds, _) = request.time(&plan, runs)?;
-        let rate = plan.cost().bytes_read / seconds;
-        println!(
-            "{dtype} 1,32/8,1×{kv_len},128: {:.3} ms  {:.0} GB/s  {}",
-            seconds * 1e3,
-            rate * 1e-9,
-            plan.key().kernel.name()
-        );
+        let expected = request.run(&gpu.plan_kernel(&spec, Kernel::Generic)?)?;
+        let mut algorithms: Vec<Algorithm> = [1, 2].map(|row_groups| Algorithm::Decode { row_groups }).to_vec();
+        if dtype == DType::F16 {
+            algorithms.extend(candidates(gpu, 128, &[16, 32]).into_iter().map(Algorithm::Matrices));
+        }
+        for algorithm in algorithms {
+            let plan = gpu.plan_algorithm(&spec, algorithm)?;
+            let difference = difference(&request.run(&plan)?, &expected);
+            let (seconds, _) = request.time(&plan, runs)?;
+            let rate = plan.cost().bytes_read / seconds;
+            println!(
+                "{dtype} 1,32/8,1×{kv_len},128: {:.3} ms  {:.0} GB/s  {algorithm:?} ({difference:.1e})",
+                seconds * 1e3,
+                rate * 1e-9
+            );
+        }
     }
     Ok(())
 }

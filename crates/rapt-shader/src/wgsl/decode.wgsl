@@ -106,13 +106,11 @@ fn attention(
     let p = given;
     let item = group.y * groups.x + group.x;
     if item >= p.items { return; }
-    let split = item / p.dv_blocks % p.num_splits;
-    let tile = item / p.dv_blocks / p.num_splits;
-    let task = tile / p.row_tiles;
-    let first_column = item % p.dv_blocks * BLOCK_DV;
-    let block = block_of_rows(p, p.first_task + task, tile % p.row_tiles * BLOCK_M, first_column);
-    let first_key = max(block.first_key, split * p.split_keys);
-    let end_key = min(block.end_key, (split + 1u) * p.split_keys);
+    let split = split_of(p, item);
+    let block = split.block;
+    let first_column = block.first_column;
+    let first_key = block.first_key;
+    let end_key = block.end_key;
     let lane = thread % LANES;
     let slot = thread / LANES;
     // Of scores.
@@ -291,13 +289,12 @@ fn attention(
         acc_$a_$h_$e = fma(acc_$a_$h_$e, factor_$a, part_$a_$h_$e);
     }
 
-    // A record of each four rows: row_max, row_sum, which rows have a bad score and which a key, and acc_o by column.
+    // What each four rows leave.
     workgroupBarrier();
     partial[thread] = row_sum;
     attended[thread] = bits_of(bad) | (bits_of(live) << 4u);
     workgroupBarrier();
     //@ for each $a
-    let record_$a = ((task * p.row_fours + tile % p.row_tiles * ROW_GROUPS + $au) * p.num_splits + split) * (p.head_dim_v + 3u);
     let has_record_$a = block.first_row + $au * 4u < p.rows;
     if thread == $au && first_column == 0u && has_record_$a {
         var sum = vec4<f32>();
@@ -306,9 +303,7 @@ fn attention(
             sum += partial[$au * 64u + other];
             flags |= attended[$au * 64u + other];
         }
-        partials[record_$a] = bitcast<vec4<u32>>(row_max_$a);
-        partials[record_$a + 1u] = bitcast<vec4<u32>>(sum);
-        partials[record_$a + 2u] = vec4<u32>(flags, 0u, 0u, 0u);
+        put_record(record_of(p, split, $au), row_max_$a, sum, flags);
     }
     //@ end
     //@ for each $a
@@ -320,7 +315,7 @@ fn attention(
         for (var other = 0u; other < SLICES; other++) {
             sum = added(sum, bitcast<vec4<u32>>(partial[other * 128u + thread]), vec4<f32>(1.0));
         }
-        partials[record_$a + 3u + first_column + thread] = with_kinds(sum.x, sum.kinds);
+        partials[columns_of(p, split, $au) + first_column + thread] = with_kinds(sum.x, sum.kinds);
     }
     //@ end
 }

@@ -1,5 +1,5 @@
-// The kernel for many queries on cooperative matrices: products of tiles by a subgroup, which sums them in float32. Numbers of tiles are float16
-// (halves.wgsl), or float32 where a device has those (floats.wgsl).
+// The kernel on cooperative matrices, for many queries ($w), or for few and a part of the keys ($s): products of tiles by a subgroup, which sums them in
+// float32. Numbers of tiles are float16 (halves.wgsl), or float32 where a device has those (floats.wgsl).
 //
 //   FlashAttention-2 (Dao 2023, arXiv:2307.08691, algorithm 1), whose reference moves only where a maximum grows by more than 2^8:
 //     row_max = lowest; row_sum = 0; acc_o = 0
@@ -9,6 +9,7 @@
 //       p = 2^SHIFT·e^(x − row_max);  row_sum += Σ p
 //       acc_o += rounded(p)·v                              by matrices
 //     out = acc_o / row_sum;  lse = row_max + ln (row_sum / 2^SHIFT)                         2^SHIFT is ONE
+//     of a part of the keys: partials[row, split] = row_max, row_sum / 2^SHIFT, acc_o / 2^SHIFT, which `combine` folds
 //
 // What divides is the sum of weights before they are rounded.
 // Its own rows alone decide whether a reference moves. acc_o passes through workgroup memory for that, and in other blocks stays in matrices.
@@ -20,6 +21,9 @@
 //   4 + 4 s stored and read, 2 + 4 p stored and read, 8 k, 8 v, 8 tiles of k and v stored: 38, for 512 floating-point operations
 // Tiles of q stay in matrices. Of k and v a thread has what comes next in registers: without that an H100 waited for memory most of
 // the time (2026-11). Rows of workgroup memory are longer by 8 elements of float16, 4 of float32: matrices meet different banks.
+//
+// Numbers of k and v that are not finite are rare. So a first attempt does not ask for them: if there is one, a product or a sum of values is not finite either
+// (a matrix multiplies and adds as IEEE 754 does), and a second attempt has 0 in their place and looks where they were. Bits of finite results are the same.
 //
 // A line with $a, $n, $h, $r and $k (rounds in which q is loaded, and tiles of columns of one), $j (tiles of keys), $i, $o or $l (what a thread loads, and scores) stands once for each. No operation crosses rows: the bits
 // of a row depend neither on its neighbours nor on strides.
@@ -33,22 +37,25 @@ const K_ROWS: u32 = THREADS * LOADED / DEPTH;
 const V_ROWS: u32 = THREADS * LOADED / BLOCK_DV;
 const FOURS: u32 = BLOCK_M / 4u;
 const LANES: u32 = THREADS / FOURS;
-// In vectors of four, from one row of workgroup memory to the next.
-const PITCH_S: u32 = FOURS + 1u;
-const PITCH_P: u32 = FOURS + 2u;
+// How many maxima there is room for: of four lanes.
+const SHARES: u32 = FOURS * 4u;
 
 // q by row, ROUND columns of it; then k or v by key.
 var<workgroup> tile: array<Numbers, BLOCK_N * PITCH>;
-// By key, four rows: s; or by column acc_o; or of each thread flags.
+// By key, four rows: s; or by column acc_o; or of each thread sums, then flags.
 var<workgroup> s_tile: array<vec4<f32>, BLOCK_N * PITCH_S>;
 // By key, four rows.
 var<workgroup> weights: array<Numbers, BLOCK_N * PITCH_P>;
-// Of each thread maxima; then sums.
-var<workgroup> shares: array<vec4<f32>, THREADS>;
+// Maxima of threads, THREADS / SHARES of them in one place.
+var<workgroup> shares: array<vec4<f32>, SHARES>;
 // Where column 0 of a row lies in q, then in out.
 var<workgroup> row_at: array<vec4<u32>, FOURS>;
-// Whether a maximum of the block grew.
+// Whether a maximum of the block grew: 0, or one of these; of the first block there is nothing before.
 var<workgroup> grown: atomic<u32>;
+const GREW: u32 = 1u;
+const GREW_FIRST: u32 = 2u;
+// Whether the first attempt found a number that is not finite.
+var<workgroup> is_odd: atomic<u32>;
 // Blocks of values that are not finite: from the first key to the end.
 var<workgroup> bad_first: atomic<u32>;
 var<workgroup> bad_end: atomic<u32>;
@@ -69,18 +76,12 @@ fn load_queries(p: Params, block: Block, first: u32, thread: u32) {
 
 // Whether a tensor's rows are read LOADED elements at a time.
 fn by_loads(base: u32, stride: vec4<u32>, columns: u32) -> bool {
-    return stride.w == 1u && columns % LOADED == 0u && ((base | stride.x | stride.y | stride.z) & ALIGNMENT) == 0u;
+    return stride.w == 1u && columns % LOADED == 0u && columns != 0u && ((base | stride.x | stride.y | stride.z) & ALIGNMENT) == 0u;
 }
 
-// LOADED columns of a key, and of a value; 0 outside.
-fn key_load(p: Params, block: Block, j: u32, d: u32) -> vec4<u32> {
-    if j >= p.kv_len || d >= p.head_dim { return vec4<u32>(); }
-    return k_load(element(p.k_base, p.k_stride, block.batch, block.kv_head, j, d));
-}
-fn value_load(p: Params, block: Block, j: u32, c: u32) -> vec4<u32> {
-    if j >= p.kv_len || c >= p.head_dim_v { return vec4<u32>(); }
-    return v_load(element(p.v_base, p.v_stride, block.batch, block.kv_head, j, c));
-}
+// LOADED columns of a key, and of a value, which lie at `at` in row 0: behind the last row that, which weighs nothing.
+fn key_load(p: Params, at: u32, j: u32) -> vec4<u32> { return k_load(at + min(j, p.kv_len - 1u) * p.k_stride.z); }
+fn value_load(p: Params, at: u32, j: u32) -> vec4<u32> { return v_load(at + min(j, p.kv_len - 1u) * p.v_stride.z); }
 
 // Keys n0 .. n0 + BLOCK_N, wherever their elements lie; 0 outside.
 fn load_keys(p: Params, block: Block, n0: u32, thread: u32) -> bool {
@@ -114,15 +115,20 @@ fn load_values(p: Params, block: Block, n0: u32, thread: u32) -> bool {
     return are_odd(exponents);
 }
 
-// A thread's weights of a block of keys: their sum, the largest score, and which rows have a score that is bad, or attend a key.
-struct Weighed { sum: vec4<f32>, top: vec4<f32>, bad: vec4<bool>, live: vec4<bool> }
+// Twice the bits of a number without its sign: so much and more where it is not finite.
+const TWICE_INFINITY: u32 = 0xff000000u;
+fn twice(x: vec4<f32>) -> vec4<u32> { return bitcast<vec4<u32>>(x) << vec4<u32>(1u); }
+
+// A thread's weights of a block of keys: their sum, the largest score, which rows have a score that is bad, or attend a key, and `twice` the largest product.
+struct Weighed { sum: vec4<f32>, top: vec4<f32>, bad: vec4<bool>, live: vec4<bool>, largest: vec4<u32> }
 
 fn weigh(p: Params, block: Block, rows: Rows, n0: u32, row_max: vec4<f32>, four: u32, lane: u32, has_kinds: bool) -> Weighed {
-    var weighed = Weighed(vec4<f32>(), row_max, vec4<bool>(), vec4<bool>());
+    var weighed = Weighed(vec4<f32>(), row_max, vec4<bool>(), vec4<bool>(), vec4<u32>());
     for (var at = lane; at < BLOCK_N; at += LANES) {
         var kinds = vec4<u32>();
         if has_kinds { kinds = kinds_of_products(p, block, rows, n0 + at, 0u, p.head_dim); }
-        let scores = scores_of(p, block, rows, n0 + at, s_tile[at * PITCH_S + four], kinds);
+        let products = s_tile[at * PITCH_S + four];
+        let scores = scores_of(p, block, rows, n0 + at, products, kinds);
         let weighing = weighs(scores);
         let weight = select(vec4<f32>(), weights_of(scores.x, row_max), weighing);
         weighed.top = select(weighed.top, max(weighed.top, scores.x), weighing);
@@ -130,6 +136,7 @@ fn weigh(p: Params, block: Block, rows: Rows, n0: u32, row_max: vec4<f32>, four:
         weights[at * PITCH_P + four] = rounded(weight);
         weighed.bad |= is_bad(scores);
         weighed.live |= scores.attends;
+        weighed.largest = max(weighed.largest, twice(products));
     }
     return weighed;
 }
@@ -144,7 +151,13 @@ fn attention(
     let p = given;
     let item = group.y * groups.x + group.x;
     if item >= p.items { return; }
+    //@ for each $w
     let block = block_of(p, item);
+    //@ end
+    //@ for each $s
+    let split = split_of(p, item);
+    let block = split.block;
+    //@ end
     let four = thread % FOURS;
     let lane = thread / FOURS;
     let rows = rows_of(p, block, block.first_row + four * 4u);
@@ -154,8 +167,26 @@ fn attention(
 
     if thread == 0u {
         atomicStore(&not_finite, 0u);
+        atomicStore(&is_odd, 0u);
         atomicStore(&bad_first, block.end_key);
         atomicStore(&bad_end, 0u);
+    }
+    // What the thread loads of k and v at a time: LOADED columns of every so many keys, from these places in row 0. Behind the last column its own are loaded, of which
+    // k meets zeros of q, and v has sums that are not stored.
+    let k_by_loads = by_loads(p.k_base, p.k_stride, p.head_dim);
+    let v_by_loads = by_loads(p.v_base, p.v_stride, p.head_dim_v);
+    let k_row = thread / (DEPTH / LOADED);
+    let k_column = thread % (DEPTH / LOADED) * LOADED;
+    let v_row = thread / (BLOCK_DV / LOADED);
+    let v_column = thread % (BLOCK_DV / LOADED) * LOADED;
+    let k_at = element(p.k_base, p.k_stride, block.batch, block.kv_head, 0u, min(k_column, p.head_dim - LOADED));
+    let v_at = element(p.v_base, p.v_stride, block.batch, block.kv_head, 0u, min(block.first_column + v_column, p.head_dim_v - LOADED));
+    // Those of the next block are on their way while one is multiplied.
+    var k_words_$i = vec4<u32>();
+    var v_words_$o = vec4<u32>();
+    if block.first_key < block.end_key {
+        if k_by_loads { k_words_$i = key_load(p, k_at, block.first_key + k_row + $iu * K_ROWS); }
+        if v_by_loads { v_words_$o = value_load(p, v_at, block.first_key + v_row + $ou * V_ROWS); }
     }
     if lane == 0u { row_at[four] = rows_at(p.q_base, p.q_stride, block, rows); }
     workgroupBarrier();
@@ -178,138 +209,197 @@ fn attention(
     var bad = vec4<bool>();
     var live = vec4<bool>();
     var step = 1u;
-    // What the thread loads of k and v at a time: LOADED columns of every so many keys.
-    let k_by_loads = by_loads(p.k_base, p.k_stride, p.head_dim);
-    let v_by_loads = by_loads(p.v_base, p.v_stride, p.head_dim_v);
-    let k_row = thread / (DEPTH / LOADED);
-    let k_column = thread % (DEPTH / LOADED) * LOADED;
-    let v_row = thread / (BLOCK_DV / LOADED);
-    let v_column = thread % (BLOCK_DV / LOADED) * LOADED;
-    var k_words_$i = vec4<u32>();
-    if k_by_loads { k_words_$i = key_load(p, block, block.first_key + k_row + $iu * K_ROWS, k_column); }
 
-    for (var n0 = block.first_key; n0 < block.end_key; n0 += BLOCK_N) {
-        // The tile of k; v is on its way while q·k is formed, and the next k while p·v is.
-        step++;
-        var has_odd = false;
-        if k_by_loads {
-            var exponents: Four;
-            exponents |= exponents_of_load(k_words_$i);
-            has_odd = are_odd(exponents);
-            if has_odd { k_words_$i = finite_load(k_words_$i); }
-            put((k_row + $iu * K_ROWS) * PITCH + k_column / 4u, k_words_$i);
-        } else {
-            has_odd = load_keys(p, block, n0, thread);
-        }
-        if has_odd { atomicStore(&not_finite, step); }
-        if thread == 0u { atomicStore(&grown, 0u); }
-        workgroupBarrier();
-        var v_words_$o = vec4<u32>();
-        if v_by_loads { v_words_$o = value_load(p, block, n0 + v_row + $ou * V_ROWS, block.first_column + v_column); }
+    for (var attempt = 0u; attempt < 2u; attempt++) {
+        let asks = attempt == 1u;
+        var largest = vec4<u32>();
+        row_max = vec4<f32>(LOWEST);
+        row_sum = vec4<f32>();
+        acc_$a_$h_$n = MatrixC();
+        bad = vec4<bool>();
+        live = vec4<bool>();
 
-        // s = q·k
-        var s_$a_$n = MatrixC();
-        //@ for each $r
-        //@ for each $k
-        {
-            let of_k_$n = coopLoad<MatrixB>(&tile[(first_n + $nu * TILE) * PITCH + ($ru * ROUND + $ku * TILE) / 4u], PITCH);
-            s_$a_$n = coopMultiplyAdd(q_$a_$r_$k, of_k_$n, s_$a_$n);
-        }
-        //@ end
-        //@ end
-        coopStore(s_$a_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
-        workgroupBarrier();
-        let has_kinds = !is_q_finite || atomicLoad(&not_finite) == step;
+        for (var n0 = block.first_key; n0 < block.end_key; n0 += BLOCK_N) {
+            // The tile of k.
+            step++;
+            var has_odd = false;
+            if k_by_loads {
+                if asks {
+                    var exponents: Four;
+                    exponents |= exponents_of_load(k_words_$i);
+                    has_odd = are_odd(exponents);
+                    put((k_row + $iu * K_ROWS) * PITCH + k_column / 4u, finite_load(k_words_$i));
+                } else {
+                    put((k_row + $iu * K_ROWS) * PITCH + k_column / 4u, k_words_$i);
+                }
+                k_words_$i = key_load(p, k_at, n0 + BLOCK_N + k_row + $iu * K_ROWS);
+            } else {
+                has_odd = load_keys(p, block, n0, thread);
+            }
+            if has_odd { atomicStore(&not_finite, step); }
+            if thread == 0u { atomicStore(&grown, 0u); }
+            workgroupBarrier();
 
-        // The tile of v.
-        if v_by_loads {
-            var exponents: Four;
-            exponents |= exponents_of_load(v_words_$o);
-            has_odd = are_odd(exponents);
-            if has_odd { v_words_$o = finite_load(v_words_$o); }
-            put((v_row + $ou * V_ROWS) * PITCH + v_column / 4u, v_words_$o);
-        } else {
-            has_odd = load_values(p, block, n0, thread);
-        }
-        if has_odd {
-            atomicMin(&bad_first, n0);
-            atomicMax(&bad_end, n0 + BLOCK_N);
-        }
-        if k_by_loads { k_words_$i = key_load(p, block, n0 + BLOCK_N + k_row + $iu * K_ROWS, k_column); }
-
-        // x = scores of s; p = 2^SHIFT·e^(x − row_max)
-        let sees_all = all(vec4<i32>(i32(n0)) >= rows.lo) && all(vec4<i32>(i32(n0 + BLOCK_N)) <= rows.hi) && all(rows.exist);
-        var sum = vec4<f32>();
-        var top = row_max;
-        var is_plain = sees_all && is_simple && !has_kinds;
-        if is_plain && !HAS_FINITE_SUMS {
-            is_plain = is_plain && are_finite(bitcast<vec4<u32>>(s_tile[(lane + $lu * LANES) * PITCH_S + four] * p.scale));
-        }
-        if is_plain {
-            // The scores of all keys are products times scale, and finite.
-            //@ for each $l
+            // s = q·k
+            var s_$a_$n = MatrixC();
+            //@ for each $r
+            //@ for each $k
             {
-                let x = s_tile[(lane + $lu * LANES) * PITCH_S + four] * p.scale;
-                let weight = weights_of(x, row_max);
-                top = max(top, x);
-                sum += weight;
-                weights[(lane + $lu * LANES) * PITCH_P + four] = rounded(weight);
+                let of_k_$n = coopLoad<MatrixB>(&tile[(first_n + $nu * TILE) * PITCH + ($ru * ROUND + $ku * TILE) / 4u], PITCH);
+                s_$a_$n = coopMultiplyAdd(q_$a_$r_$k, of_k_$n, s_$a_$n);
             }
             //@ end
-            live = vec4<bool>(true);
-        } else {
-            let weighed = weigh(p, block, rows, n0, row_max, four, lane, has_kinds);
-            sum = weighed.sum;
-            top = weighed.top;
-            bad |= weighed.bad;
-            live |= weighed.live;
-        }
-        if any(top - row_max > vec4<f32>(GROWTH)) { atomicStore(&grown, 1u); }
-        if workgroupUniformLoad(&grown) != 0u {
-            // row_max = max x, p once more, and acc_o *= f where it grew
-            shares[thread] = top;
-            workgroupBarrier();
-            for (var other = 0u; other < LANES; other++) { top = max(top, shares[other * FOURS + four]); }
-            let grows = top - row_max > vec4<f32>(GROWTH);
-            let factor = select(vec4<f32>(1.0), factor_of(row_max - top), grows);
-            row_max = select(row_max, top, grows);
-            row_sum *= factor;
-            sum = weigh(p, block, rows, n0, row_max, four, lane, has_kinds).sum;
-            workgroupBarrier();
-            //@ for each $h
-            coopStore(acc_$a_$h_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
-            workgroupBarrier();
-            for (var at = lane; at < BLOCK_N; at += LANES) { s_tile[at * PITCH_S + four] *= factor; }
-            workgroupBarrier();
-            acc_$a_$h_$n = coopLoad<MatrixC>(&s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
-            workgroupBarrier();
             //@ end
-        }
-        row_sum += sum;
+            coopStore(s_$a_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
+            workgroupBarrier();
+            let has_kinds = !is_q_finite || atomicLoad(&not_finite) == step;
 
-        // acc_o += p·v
-        //@ for each $j
-        {
-            let of_p_$a = coopLoad<MatrixA>(&weights[$ju * TILE * PITCH_P + (first_m + $au * TILE) / 4u], PITCH_P);
-            let of_v_$h_$n = coopLoadT<MatrixB>(&tile[$ju * TILE * PITCH + ($hu * BLOCK_N + first_n + $nu * TILE) / 4u], PITCH);
-            acc_$a_$h_$n = coopMultiplyAdd(of_p_$a, of_v_$h_$n, acc_$a_$h_$n);
+            // The tile of v.
+            has_odd = false;
+            if v_by_loads {
+                if asks {
+                    var exponents: Four;
+                    exponents |= exponents_of_load(v_words_$o);
+                    has_odd = are_odd(exponents);
+                    put((v_row + $ou * V_ROWS) * PITCH + v_column / 4u, finite_load(v_words_$o));
+                } else {
+                    put((v_row + $ou * V_ROWS) * PITCH + v_column / 4u, v_words_$o);
+                }
+                v_words_$o = value_load(p, v_at, n0 + BLOCK_N + v_row + $ou * V_ROWS);
+            } else {
+                has_odd = load_values(p, block, n0, thread);
+            }
+            if has_odd {
+                atomicMin(&bad_first, n0);
+                atomicMax(&bad_end, n0 + BLOCK_N);
+            }
+
+            // x = scores of s; p = 2^SHIFT·e^(x − row_max)
+            var sum = vec4<f32>();
+            var top = row_max;
+            var is_plain = is_simple && is_seen(block, n0) && !has_kinds;
+            if is_plain && asks && !HAS_FINITE_SUMS {
+                is_plain = is_plain && are_finite(bitcast<vec4<u32>>(s_tile[(lane + $lu * LANES) * PITCH_S + four] * p.scale));
+            }
+            if is_plain {
+                // The scores of all keys are products times scale.
+                //@ for each $l
+                {
+                    let x = s_tile[(lane + $lu * LANES) * PITCH_S + four] * p.scale;
+                    let weight = weights_of(x, row_max);
+                    top = max(top, x);
+                    sum += weight;
+                    weights[(lane + $lu * LANES) * PITCH_P + four] = rounded(weight);
+                    largest = max(largest, twice(x));
+                }
+                //@ end
+                live = vec4<bool>(true);
+            } else {
+                let weighed = weigh(p, block, rows, n0, row_max, four, lane, has_kinds);
+                sum = weighed.sum;
+                top = weighed.top;
+                bad |= weighed.bad;
+                live |= weighed.live;
+                largest = max(largest, weighed.largest);
+            }
+            if any(top - row_max > vec4<f32>(GROWTH)) { atomicStore(&grown, select(GREW, GREW_FIRST, n0 == block.first_key)); }
+            let growth = workgroupUniformLoad(&grown);
+            if growth != 0u {
+                // row_max = max x, p once more, and acc_o *= f where it grew
+                for (var turn = 0u; turn < THREADS / SHARES; turn++) {
+                    if thread / SHARES == turn {
+                        if turn > 0u { top = max(top, shares[thread % SHARES]); }
+                        shares[thread % SHARES] = top;
+                    }
+                    workgroupBarrier();
+                }
+                for (var other = 0u; other < 4u; other++) { top = max(top, shares[other * FOURS + four]); }
+                let grows = top - row_max > vec4<f32>(GROWTH);
+                let factor = select(vec4<f32>(1.0), factor_of(row_max - top), grows);
+                row_max = select(row_max, top, grows);
+                row_sum *= factor;
+                if is_plain {
+                    sum = vec4<f32>();
+                    for (var at = lane; at < BLOCK_N; at += LANES) {
+                        let weight = weights_of(s_tile[at * PITCH_S + four] * p.scale, row_max);
+                        sum += weight;
+                        weights[at * PITCH_P + four] = rounded(weight);
+                    }
+                } else {
+                    sum = weigh(p, block, rows, n0, row_max, four, lane, has_kinds).sum;
+                }
+                workgroupBarrier();
+                if growth == GREW {
+                    //@ for each $h
+                    coopStore(acc_$a_$h_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
+                    workgroupBarrier();
+                    for (var at = lane; at < BLOCK_N; at += LANES) { s_tile[at * PITCH_S + four] *= factor; }
+                    workgroupBarrier();
+                    acc_$a_$h_$n = coopLoad<MatrixC>(&s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
+                    workgroupBarrier();
+                    //@ end
+                }
+            }
+            row_sum += sum;
+
+            // acc_o += p·v
+            //@ for each $j
+            {
+                let of_p_$a = coopLoad<MatrixA>(&weights[$ju * TILE * PITCH_P + (first_m + $au * TILE) / 4u], PITCH_P);
+                let of_v_$h_$n = coopLoadT<MatrixB>(&tile[$ju * TILE * PITCH + ($hu * BLOCK_N + first_n + $nu * TILE) / 4u], PITCH);
+                acc_$a_$h_$n = coopMultiplyAdd(of_p_$a, of_v_$h_$n, acc_$a_$h_$n);
+            }
+            //@ end
+            workgroupBarrier();
         }
-        //@ end
+        if asks { break; }
+        var shows = any(largest >= vec4<u32>(TWICE_INFINITY));
+        //@ for each $h
         workgroupBarrier();
+        coopStore(acc_$a_$h_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
+        workgroupBarrier();
+        for (var at = lane; at < BLOCK_N; at += LANES) { shows = shows || !are_finite(bitcast<vec4<u32>>(s_tile[at * PITCH_S + four])); }
+        //@ end
+        if shows { atomicStore(&is_odd, 1u); }
+        if workgroupUniformLoad(&is_odd) == 0u { break; }
+        if k_by_loads { k_words_$i = key_load(p, k_at, block.first_key + k_row + $iu * K_ROWS); }
+        if v_by_loads { v_words_$o = value_load(p, v_at, block.first_key + v_row + $ou * V_ROWS); }
     }
 
     // The sums of rows, in the order of lanes.
     workgroupBarrier();
-    shares[thread] = row_sum;
-    s_tile[thread] = bitcast<vec4<f32>>(vec4<u32>(bits_of(bad) | (bits_of(live) << 4u)));
+    s_tile[thread] = row_sum;
     workgroupBarrier();
     row_sum = vec4<f32>();
+    for (var other = 0u; other < LANES; other++) { row_sum += s_tile[other * FOURS + four]; }
+    workgroupBarrier();
+    s_tile[thread] = bitcast<vec4<f32>>(vec4<u32>(bits_of(bad) | (bits_of(live) << 4u)));
+    workgroupBarrier();
     var flags = 0u;
-    for (var other = 0u; other < LANES; other++) {
-        row_sum += shares[other * FOURS + four];
-        flags |= bitcast<vec4<u32>>(s_tile[other * FOURS + four]).x;
-    }
+    for (var other = 0u; other < LANES; other++) { flags |= bitcast<vec4<u32>>(s_tile[other * FOURS + four]).x; }
 
+    let first_bad = atomicLoad(&bad_first);
+    let end_bad = atomicLoad(&bad_end);
+    //@ for each $s
+    let record = record_of(p, split, four);
+    let columns = columns_of(p, split, four);
+    let has_record = block.first_row + four * 4u < p.rows;
+    if lane == 0u && block.first_column == 0u && has_record {
+        put_record(record, row_max, row_sum / ONE, flags);
+    }
+    //@ for each $h
+    workgroupBarrier();
+    coopStore(acc_$a_$h_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
+    workgroupBarrier();
+    for (var at = lane; at < BLOCK_N; at += LANES) {
+        let column = block.first_column + $hu * BLOCK_N + at;
+        if !has_record || column >= p.head_dim_v { break; }
+        let kinds = kinds_of_attended(p, block, rows, first_bad, end_bad, column);
+        partials[columns + column] = with_kinds(s_tile[at * PITCH_S + four] / ONE, kinds);
+    }
+    //@ end
+    //@ end
+    //@ for each $w
     // out = acc_o / row_sum, BLOCK_N columns at a time by way of `s_tile`; lse = row_max + ln row_sum
     var ends = ends_of(p, rows, row_max, row_sum / ONE, flags_of(flags), flags_of(flags >> 4u));
     ends.total *= ONE;
@@ -318,8 +408,6 @@ fn attention(
         let at = rows_at(p.lse_base, p.lse_stride, block, rows);
         if rows.exist[lane] { lse[at[lane]] = ends.lse[lane]; }
     }
-    let first_bad = atomicLoad(&bad_first);
-    let end_bad = atomicLoad(&bad_end);
     //@ for each $h
     {
         workgroupBarrier();
@@ -338,5 +426,6 @@ fn attention(
             store_out(row_at[row / 4u][row % 4u] + (first_column + column) * p.out_stride.w, bits);
         }
     }
+    //@ end
     //@ end
 }

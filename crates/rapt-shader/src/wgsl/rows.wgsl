@@ -35,6 +35,9 @@ fn block_of(p: Params, item: u32) -> Block {
     return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
 }
 
+// What four rows leave of all splits: the records of these, then their acc_o, by column.
+fn four_at(p: Params, four: u32) -> u32 { return four * p.num_splits * (p.head_dim_v + 3u); }
+
 // Whether every row of the block that exists sees keys n0 .. n0 + BLOCK_N.
 fn is_seen(block: Block, n0: u32) -> bool { return n0 >= block.seen_from && n0 + BLOCK_N <= block.seen_to; }
 

@@ -47,7 +47,7 @@ fn case(seed: u64, kernel: Kernel, dtype: DType, mask: Option<DType>) -> Case {
     });
     let [batch, heads, q_len, head_dim] = random.q;
     let (q, num_kv_heads, head_dim_v) = match (kernel, dtype) {
-        (Kernel::Decode, DType::F16) => (
+        (Kernel::Decode, DType::F16 | DType::BF16) => (
             [batch, heads, q_len.min(16 * random.num_kv_heads / heads).max(1), head_dim],
             random.num_kv_heads,
             random.head_dim_v,
@@ -87,8 +87,9 @@ fn every_kernel_conforms() {
         "forward of 128",
         "matrices 8x8",
         "matrices of float32 8x8",
-        "decode of 4",
-        "decode of 8",
+        "decode of 4 rows float32",
+        "decode of 8 rows bfloat16",
+        "decode of 16 rows on matrices 8x8",
         "combine",
     ] {
         assert!(texts.iter().any(|text| text.starts_with(kernel)), "{kernel} ran");

@@ -19,7 +19,7 @@ const fn mutant(what: &'static str, kernel: Kernel, from: &'static str, to: &'st
     Mutant { what, kernel, from, to }
 }
 
-const MUTANTS: [Mutant; 35] = [
+const MUTANTS: [Mutant; 37] = [
     mutant("rows past the last", Kernel::Generic, "exist = r < uint4(p.rows)", "exist = r <= uint4(p.rows)"),
     mutant(
         "keys past the last",
@@ -107,7 +107,7 @@ const MUTANTS: [Mutant; 35] = [
     mutant(
         "matrices before all keys are there",
         Kernel::Matrices,
-        "if (thread_index == 0u) { atomic_store_explicit(&grown, 0u, memory_order_relaxed); }\n            threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "if (thread_index == 0u) { atomic_store_explicit(&grown, 0u, memory_order_relaxed); }\n                threadgroup_barrier(mem_flags::mem_threadgroup);",
         "if (thread_index == 0u) { atomic_store_explicit(&grown, 0u, memory_order_relaxed); }",
     ),
     mutant(
@@ -129,6 +129,7 @@ const MUTANTS: [Mutant; 35] = [
         "",
     ),
     mutant("four elements where there are fewer", Kernel::Matrices, "n < min(count, 4u)", "n < 4u"),
+    mutant("a first attempt that stands", Kernel::Matrices, "if (shows) {", "if (false) {"),
     mutant(
         "NaN in a tile",
         Kernel::Matrices,
@@ -138,8 +139,8 @@ const MUTANTS: [Mutant; 35] = [
     mutant(
         "keys that come again",
         Kernel::Matrices,
-        "key_load(block, n0 + BLOCK_N + k_row",
-        "key_load(block, n0 + k_row",
+        "key_load(k_at, n0 + BLOCK_N + k_row",
+        "key_load(k_at, n0 + k_row",
     ),
     mutant(
         "a word where two elements lie",
@@ -148,12 +149,18 @@ const MUTANTS: [Mutant; 35] = [
         "return uint2(*(const device uint*)(k + at), 0u);",
     ),
     mutant("values past the last", Kernel::Decode, "min(n0 + BLOCK_N, end_key);", "min(n0 + BLOCK_N, end_key + 1u);"),
-    mutant("splits that overlap", Kernel::Decode, "split * p.split_keys)", "split * p.split_keys / 2u)"),
+    mutant("splits that overlap", Kernel::Decode, "index * p.split_keys)", "index * p.split_keys / 2u)"),
+    mutant(
+        "a sum that is 64 times as large",
+        Kernel::Decode,
+        "put_record(record, row_max, row_sum / ONE, flags);",
+        "put_record(record, row_max, row_sum, flags);",
+    ),
     mutant(
         "splits that weigh the same",
         Kernel::Decode,
-        "fma(sums[split], factors[split], row_sum)",
-        "row_sum + sums[split]",
+        "as_type<float4>(of_own_1) * own_factor;",
+        "as_type<float4>(of_own_1);",
     ),
 ];
 
@@ -177,7 +184,16 @@ fn cases(kernel: Kernel) -> Vec<Case> {
     // Rows that are loaded by vectors, wherever they begin.
     let aligned = Case { q: [1, 4, q_len, 24], head_dim_v: 16, places: Places::default(), ..plain };
     match kernel {
-        Kernel::Matrices => cases.into_iter().chain([Case { mask: None, ..aligned }]).collect(),
+        Kernel::Matrices => {
+            let aligned = Case { mask: None, ..aligned };
+            let poisoned = Case { poison: true, causal: Some(Causal::TopLeft), ..aligned.clone() };
+            cases.into_iter().chain([aligned, poisoned]).collect()
+        }
+        // Of float16 on matrices, of bfloat16 without.
+        Kernel::Decode => {
+            let without = cases.clone().into_iter().map(|case| Case { dtype: DType::BF16, ..case });
+            without.chain(cases).chain([Case { mask: None, ..aligned }]).collect()
+        }
         _ => cases,
     }
 }

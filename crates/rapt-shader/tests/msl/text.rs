@@ -15,8 +15,10 @@ static TEXTS: LazyLock<Vec<(KernelVariant, String)>> = LazyLock::new(|| {
     // Of each tiles and dtype one, and of one tiles all.
     let of_matrices: Vec<KernelVariant> = matrix_variants().into_iter().filter(is_on_simdgroups).collect();
     let first = of_matrices[0].algorithm;
+    let is_split = |of: &KernelVariant| of.bindings().iter().any(|binding| binding.tensor == "partials");
     let of_matrices = of_matrices.into_iter().filter(|of| {
-        of.algorithm == first || (of.mask.is_none() && of.out == of.storage && of.stores != Stores::HalvesOfWords)
+        let is_plain = of.mask.is_none() && of.out == of.storage && of.stores != Stores::HalvesOfWords;
+        of.algorithm == first || is_plain || (is_split(of) && of.mask.is_none())
     });
     variants().into_iter().chain(of_matrices).map(|variant| (variant, variant.msl())).collect()
 });
@@ -140,7 +142,7 @@ fn the_loop_does_what_is_counted_on_paper() {
     };
     let (_, text) = TEXTS.iter().find(|(variant, _)| is_counted(variant)).expect("a variant");
     let (_, behind) = text.split_once("for (auto n0 = block.first_key").expect("a loop");
-    let (whole, _) = behind.split_once("// The sums of rows").expect("its end");
+    let (whole, _) = behind.split_once("if (asks) { break; }").expect("its end");
     let (before, grown) = whole.split_once("// row_max = max x, p once more").expect("growth");
     let (_, after) = grown.split_once("row_sum += sum;").expect("what follows");
     let count = |word: &str| before.matches(word).count() + after.matches(word).count();

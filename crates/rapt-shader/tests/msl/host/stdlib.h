@@ -35,6 +35,7 @@ struct Pair {
     operator vec<T, 2>() const { return {of[FIRST], of[FIRST + 1]}; }
 };
 
+// Copies are written out: a compiler has no hook where a call takes an object from memory, or stores one there, by itself.
 #define RAPT_VECTOR(T, N, ...)                                                                                                \
     template <>                                                                                                               \
     struct vec<T, N> {                                                                                                        \
@@ -48,6 +49,11 @@ struct Pair {
             Pair<T, N, N - 2> zw;                                                                                             \
         };                                                                                                                    \
         vec() = default;                                                                                                      \
+        vec(const vec& of) : v(of.v) {}                                                                                       \
+        vec& operator=(const vec& of) {                                                                                       \
+            v = of.v;                                                                                                         \
+            return *this;                                                                                                     \
+        }                                                                                                                     \
         explicit vec(all of) : v(of) {}                                                                                       \
         template <class U>                                                                                                    \
         explicit vec(vec<U, N> of) : v(__builtin_convertvector(of.v, all)) {}                                                 \
@@ -256,10 +262,21 @@ inline void barrier_at(mem_flags, int line) { rapt_barrier(line); }
 }  // namespace metal
 #define threadgroup_barrier(flags) barrier_at(flags, __LINE__)
 
+// The compiler's own type of a number or a vector.
+template <class T>
+struct Bits {
+    using type = T;
+    static T of(T number) { return number; }
+};
+template <class T, int N>
+struct Bits<metal::vec<T, N>> {
+    using type = typename metal::vec<T, N>::all;
+    static type of(metal::vec<T, N> vector) { return vector.v; }
+};
 template <class To, class From>
-inline To as_type(From of) {
+inline To as_type(From from) {
     static_assert(sizeof(To) == sizeof(From));
-    return __builtin_bit_cast(To, of);
+    return To(__builtin_bit_cast(typename Bits<To>::type, Bits<From>::of(from)));
 }
 
 #include "simdgroup.h"
