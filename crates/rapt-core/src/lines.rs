@@ -122,6 +122,17 @@ impl<'a, T: Number> Lines<'a, T> {
         (0..self.starts.len).map(move |d| unsafe { *first.wrapping_offset(d as isize * step) })
     }
 
+    /// Line `at` as a slice, where its elements lie side by side.
+    ///
+    /// # Panics
+    /// If there are not that many lines.
+    #[must_use]
+    pub fn as_slice(&self, at: usize) -> Option<&'a [T]> {
+        let (Starts { len, step, .. }, offset) = (self.starts, self.starts.offset(at));
+        // SAFETY: as in `line`, of each of these `len` addresses, which lie side by side; they are borrowed for 'a.
+        (step == 1 || len == 1).then(|| unsafe { std::slice::from_raw_parts(self.ptr.wrapping_offset(offset), len) })
+    }
+
     /// All elements in row-major order.
     pub fn elements(&self) -> impl Iterator<Item = T> + use<'a, T> {
         let lines = *self;
@@ -150,6 +161,12 @@ impl ViewMut<'_> {
         in_host_memory(tensor, self.device())?;
         let starts = Starts::new(tensor, *self.shape(), *self.strides())?;
         let first = self.as_mut_ptr().cast::<T>().wrapping_offset(starts.offset(at));
+        if starts.step == 1 {
+            // SAFETY: as below, of addresses that lie side by side.
+            let line = unsafe { std::slice::from_raw_parts_mut(first, starts.len) };
+            line.iter_mut().zip(values).for_each(|(to, value)| *to = value);
+            return Ok(());
+        }
         for (d, value) in (0..starts.len).zip(values) {
             // SAFETY: as in `line`, and a ViewMut is an exclusive borrow of memory that may be written.
             unsafe { *first.wrapping_offset(d as isize * starts.step) = value };
@@ -174,6 +191,10 @@ mod tests {
         assert_eq!(lines.line(5).collect::<Vec<_>>(), [9.0, 6.0, 3.0, 0.0]);
         assert_eq!(&*lines.index(5, 3), &[1, 2, 3]);
         assert_eq!(lines.elements().count(), 24);
+        assert_eq!(lines.as_slice(0), None);
+        let columns = View::strided("x", &data, 1, [3, 2].into(), [4, 1].into()).unwrap();
+        let lines = columns.lines::<f32>("x").unwrap();
+        assert_eq!(lines.as_slice(2), Some(&[9.0, 10.0][..]));
         assert!(matches!(view.lines::<f64>("x"), Err(Error::OtherDtype { expected: DType::F64, .. })));
     }
 
@@ -196,5 +217,8 @@ mod tests {
         view.write_line("x", 1, [1i8, 2, 3]).unwrap();
         assert!(view.write_line("x", 0, [1u8]).is_err());
         assert_eq!(data, [0, 0, 0, 2, 0, 1, 0, 0, 0, 0, 0, 0]);
+        let mut view = ViewMut::strided("x", &mut data, 1, [2, 2].into(), [6, 1].into()).unwrap();
+        view.write_line("x", 1, [5i8, 6, 7]).unwrap();
+        assert_eq!(data, [0, 0, 0, 2, 0, 1, 0, 5, 6, 0, 0, 0]);
     }
 }

@@ -10,6 +10,7 @@ use rustc_hash::FxHashMap;
 
 use crate::cache::Cache;
 use crate::error::{GpuError, Result};
+use crate::staging::Staging;
 
 /// What keeps a kernel inside the memory that is bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -44,6 +45,7 @@ pub(crate) struct Open {
     pipelines: Mutex<FxHashMap<KernelVariant, Pipeline>>,
     /// What a kernel leaves to the next of its launch: runs are submitted in turn, so one buffer serves all.
     workspace: Mutex<Option<wgpu::Buffer>>,
+    staging: Mutex<Staging>,
     lost: Arc<Mutex<Option<String>>>,
 }
 
@@ -73,10 +75,10 @@ impl Open {
         let unused = [(); 3].map(|()| {
             device.create_buffer(&wgpu::BufferDescriptor { label, size: 16, usage, mapped_at_creation: false })
         });
-        let (pipelines, workspace) = (Mutex::default(), Mutex::default());
+        let (pipelines, workspace, staging) = (Mutex::default(), Mutex::default(), Mutex::default());
         let says = device.features().contains(wgpu::Features::PIPELINE_CACHE);
         let cache = Cache::new(folder.filter(|_| says), &device.adapter_info());
-        Open { device, queue, unused, checks, cache, pipelines, workspace, lost }
+        Open { device, queue, unused, checks, cache, pipelines, workspace, staging, lost }
     }
 
     /// Why the device is lost, if it is.
@@ -124,6 +126,11 @@ impl Open {
             Some(buffer) if buffer.size() >= bytes as u64 => Ok(buffer.clone()),
             _ => Ok(workspace.insert(self.buffer(bytes, wgpu::BufferUsages::STORAGE)?).clone()),
         }
+    }
+
+    /// What copies between host and device keep; one at a time has it.
+    pub(crate) fn staging(&self) -> MutexGuard<'_, Staging> {
+        lock(&self.staging)
     }
 
     /// The pipeline of `variant`, compiled once.

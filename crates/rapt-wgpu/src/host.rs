@@ -12,9 +12,9 @@ use rapt_core::{
 use rapt_shader::ShaderLaunch;
 
 use crate::buffers::{BufferTensor, BufferTensors};
-use crate::device::Open;
 use crate::error::GpuError;
 use crate::gpu::Gpu;
+use crate::staging::{Upload, download};
 
 /// Sizes and strides in the order in which a caller gives them, leading dimensions of 1 included.
 fn as_given(of: &TensorSpec<4>, layout: TensorLayout) -> ([usize; 4], [isize; 4]) {
@@ -45,26 +45,53 @@ fn packed_bytes<const N: usize>(of: &TensorSpec<N>) -> usize {
     of.shape.iter().zip(&of.strides).map(once).product::<usize>().saturating_mul(of.dtype.size_bytes())
 }
 
-/// The bytes of a tensor's elements, row-major, what repeats once.
+/// Bytes that are gathered before they are handed on.
+const GATHERED: usize = 64 << 10;
+
+/// Hands the bytes of a tensor's elements to `take`, row-major, what repeats once; how many there were.
 ///
 /// # Errors
-/// [`Error::DeviceUnavailable`] outside host memory.
-fn elements(tensor: &'static str, view: &View<'_>) -> Result<Vec<u8>> {
+/// [`Error::DeviceUnavailable`] outside host memory; those of `take`.
+fn elements(tensor: &'static str, view: &View<'_>, take: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<usize> {
     fn of<T: Number, const N: usize>(
         tensor: &'static str,
         view: &View<'_>,
+        take: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
         bytes_of: impl Fn(T) -> [u8; N],
-    ) -> Result<Vec<u8>> {
+    ) -> Result<usize> {
         let lines = view.reinterpreted(tensor, T::DTYPE)?.lines::<T>(tensor)?;
-        let line_bytes = lines.line_len() * N;
-        let mut all = vec![0; lines.count() * line_bytes];
-        // Of no elements there are no lines to fill.
-        for (at, line) in all.chunks_exact_mut(line_bytes.max(1)).enumerate() {
-            for (x, bytes) in lines.line(at).zip(line.chunks_exact_mut(N)) {
-                bytes.copy_from_slice(&bytes_of(x));
+        let (mut gathered, mut taken) = (Vec::with_capacity(GATHERED), 0);
+        let mut hand_on = |gathered: &mut Vec<u8>| -> Result<()> {
+            take(taken, gathered)?;
+            taken += gathered.len();
+            gathered.clear();
+            Ok(())
+        };
+        for at in 0..lines.count() {
+            let mut line = lines.line(at);
+            let mut side_by_side = lines.as_slice(at).unwrap_or_default();
+            let mut left = lines.line_len();
+            while left > 0 {
+                if gathered.len() + N > GATHERED {
+                    hand_on(&mut gathered)?;
+                }
+                let count = left.min((GATHERED - gathered.len()) / N);
+                let from = gathered.len();
+                gathered.resize(from + count * N, 0);
+                let put = |(bytes, x): (&mut [u8], T)| bytes.copy_from_slice(&bytes_of(x));
+                let places = gathered[from..].chunks_exact_mut(N);
+                match side_by_side.split_at_checked(count) {
+                    Some((now, rest)) => {
+                        places.zip(now.iter().copied()).for_each(put);
+                        side_by_side = rest;
+                    }
+                    None => places.zip(line.by_ref()).for_each(put),
+                }
+                left -= count;
             }
         }
-        Ok(all)
+        hand_on(&mut gathered)?;
+        Ok(taken)
     }
     let mut once = *view;
     for d in 0..view.shape().len() {
@@ -73,9 +100,9 @@ fn elements(tensor: &'static str, view: &View<'_>) -> Result<Vec<u8>> {
         }
     }
     match view.dtype().size_bytes() {
-        1 => of(tensor, &once, u8::to_le_bytes),
-        2 => of(tensor, &once, u16::to_le_bytes),
-        _ => of(tensor, &once, u32::to_le_bytes),
+        1 => of(tensor, &once, take, u8::to_le_bytes),
+        2 => of(tensor, &once, take, u16::to_le_bytes),
+        _ => of(tensor, &once, take, u32::to_le_bytes),
     }
 }
 
@@ -147,17 +174,23 @@ impl Gpu {
         }
         let usage = wgpu::BufferUsages::STORAGE;
         let tensors = operands.tensors();
-        let upload = |name: &'static str, view: &View<'_>| -> Result<wgpu::Buffer> {
-            let mut bytes = elements(name, view)?;
-            bytes.resize(bytes.len().next_multiple_of(4), 0);
-            let buffer = open.buffer(bytes.len(), usage | wgpu::BufferUsages::COPY_DST).map_err(on)?;
-            open.guarded("write_buffer", bytes.len(), || open.queue.write_buffer(&buffer, 0, &bytes)).map_err(on)?;
+        let mut on_its_way = Upload::new(&open);
+        let mut upload = |name: &'static str, view: &View<'_>, bytes: usize| -> Result<wgpu::Buffer> {
+            let buffer = open.buffer(bytes, usage | wgpu::BufferUsages::COPY_DST).map_err(on)?;
+            let taken = elements(name, view, &mut |at, bytes| on_its_way.append(&buffer, at, bytes).map_err(on))?;
+            on_its_way.end(&buffer, taken).map_err(on)?;
             Ok(buffer)
         };
-        let optional = |name, view: &Option<View<'_>>| view.as_ref().map(|view| upload(name, view)).transpose();
-        let (q, k, v) = (upload("q", &tensors.q)?, upload("k", &tensors.k)?, upload("v", &tensors.v)?);
-        let mask = optional("mask", &tensors.mask)?;
-        let (sinks, slopes) = (optional("sinks", &tensors.sinks)?, optional("alibi_slopes", &tensors.alibi_slopes)?);
+        let q = upload("q", &tensors.q, packed_bytes(&spec.q))?;
+        let k = upload("k", &tensors.k, packed_bytes(&spec.k))?;
+        let v = upload("v", &tensors.v, packed_bytes(&spec.v))?;
+        let mut optional = |name, view: &Option<View<'_>>, bytes: Option<usize>| {
+            view.as_ref().zip(bytes).map(|(view, bytes)| upload(name, view, bytes)).transpose()
+        };
+        let mask = optional("mask", &tensors.mask, spec.mask.as_ref().map(packed_bytes))?;
+        let sinks = optional("sinks", &tensors.sinks, spec.sinks.as_ref().map(packed_bytes))?;
+        let slopes = optional("alibi_slopes", &tensors.alibi_slopes, spec.alibi_slopes.as_ref().map(packed_bytes))?;
+        on_its_way.finish().map_err(on)?;
         let result = |bytes| open.buffer(bytes, usage | wgpu::BufferUsages::COPY_SRC).map_err(on);
         let out = result(packed_bytes(&spec.out))?;
         let lse = spec.lse.as_ref().map(|of| result(packed_bytes(of))).transpose()?;
@@ -192,9 +225,10 @@ impl Gpu {
             &on_device,
             None,
         )?;
-        let out = download(&open, &out, packed_bytes(&spec.out)).map_err(on)?;
-        let lse = lse.map(|lse| download(&open, &lse, lse.size() as usize)).transpose().map_err(on)?;
-        write(operands, &out, lse.as_deref())
+        let results: Vec<_> = std::iter::once((&out, packed_bytes(&spec.out)))
+            .chain(lse.as_ref().zip(spec.lse.as_ref()).map(|(buffer, of)| (buffer, packed_bytes(of))))
+            .collect();
+        download(&open, &results, |bytes| write(operands, bytes[0], bytes.get(1).copied())).map_err(on)?
     }
 }
 
@@ -208,14 +242,10 @@ impl Gpu {
         let (open, on) = (self.opened()?, |error: GpuError| error.on(self.device()));
         let usage = Usages::STORAGE | Usages::COPY_DST | Usages::COPY_SRC;
         let buffer = open.buffer(bytes.len(), usage).map_err(on)?;
-        let whole = bytes.len() / 4 * 4;
-        let mut rest = bytes[whole..].to_vec();
-        rest.resize(rest.len().next_multiple_of(4), 0);
-        open.guarded("write_buffer", bytes.len(), || {
-            open.queue.write_buffer(&buffer, 0, &bytes[..whole]);
-            open.queue.write_buffer(&buffer, whole as u64, &rest);
-        })
-        .map_err(on)?;
+        let mut upload = Upload::new(&open);
+        upload.append(&buffer, 0, bytes).map_err(on)?;
+        upload.end(&buffer, bytes.len()).map_err(on)?;
+        upload.finish().map_err(on)?;
         Ok(buffer)
     }
 
@@ -224,7 +254,8 @@ impl Gpu {
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::DeviceFailed`].
     pub fn download(&self, buffer: &wgpu::Buffer) -> Result<Vec<u8>> {
-        download(&*self.opened()?, buffer, buffer.size() as usize).map_err(|error| error.on(self.device()))
+        let whole = (buffer, buffer.size() as usize);
+        download(&*self.opened()?, &[whole], |bytes| bytes[0].to_vec()).map_err(|error| error.on(self.device()))
     }
 }
 
@@ -245,33 +276,6 @@ impl Offload for Gpu {
 
 fn in_buffer(buffer: &wgpu::Buffer, dtype: DType, shape: Shape, strides: Strides) -> BufferTensor<'_> {
     BufferTensor { buffer, offset_bytes: 0, dtype, shape, strides }
-}
-
-/// The first `bytes` of a buffer, when all that was submitted before has ended.
-pub(crate) fn download(open: &Open, buffer: &wgpu::Buffer, bytes: usize) -> crate::error::Result<Vec<u8>> {
-    let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
-    let staging = open.buffer(bytes, usage)?;
-    open.guarded("copy_buffer_to_buffer", bytes, || {
-        let mut encoder = open.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("rapt") });
-        encoder.copy_buffer_to_buffer(buffer, 0, &staging, 0, staging.size());
-        open.queue.submit([encoder.finish()]);
-    })?;
-    let failed = |why: String| open.lost().unwrap_or(GpuError::Failed { call: "map_async", why });
-    let (sender, mapped) = std::sync::mpsc::channel();
-    open.guarded("map_async", bytes, || {
-        staging.slice(..).map_async(wgpu::MapMode::Read, move |answer| drop(sender.send(answer)));
-        open.device.poll(wgpu::PollType::wait_indefinitely())
-    })?
-    .map_err(|error| failed(error.to_string()))?;
-    match mapped.recv() {
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => return Err(failed(error.to_string())),
-        Err(error) => return Err(failed(error.to_string())),
-    }
-    let view = staging.slice(..).get_mapped_range().map_err(|error| failed(error.to_string()))?;
-    let mut bytes_read = view.to_vec();
-    bytes_read.truncate(bytes);
-    Ok(bytes_read)
 }
 
 /// Writes row-major elements to `out` and `lse`, as they lie.

@@ -20,6 +20,7 @@ mod gpu;
 mod host;
 mod launch;
 mod meter;
+mod staging;
 
 pub use adapter::{AdapterFacts, adapters};
 pub use buffers::{BufferTensor, BufferTensors};

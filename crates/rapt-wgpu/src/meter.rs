@@ -12,8 +12,8 @@ use crate::buffers::BufferTensors;
 use crate::device::Open;
 use crate::error::{GpuError, Result};
 use crate::gpu::Gpu;
-use crate::host::download;
 use crate::launch::{Timer, submit};
+use crate::staging::download;
 
 /// Multiply-adds of 8 chains of four numbers, 8 in a turn.
 const FMA: &str = "
@@ -87,10 +87,10 @@ impl Clock {
             encoder.resolve_query_set(&self.set, 0..self.runs as u32 * 2, &resolved, 0);
             open.queue.submit([encoder.finish()]);
         })?;
-        let ticks: Vec<u64> = download(open, &resolved, bytes)?
-            .chunks_exact(8)
-            .map(|x| x.iter().rev().fold(0, |ticks, byte| ticks << 8 | u64::from(*byte)))
-            .collect();
+        let ticks: Vec<u64> = download(open, &[(&resolved, bytes)], |bytes| {
+            let tick = |x: &[u8]| x.iter().rev().fold(0, |ticks, byte| ticks << 8 | u64::from(*byte));
+            bytes[0].chunks_exact(8).map(tick).collect()
+        })?;
         let period = f64::from(open.queue.get_timestamp_period()) * 1e-9;
         Ok(ticks.chunks_exact(2).map(|x| x[1].wrapping_sub(x[0]) as f64 * period).collect())
     }

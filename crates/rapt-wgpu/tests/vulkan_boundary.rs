@@ -487,6 +487,45 @@ fn memory_that_the_device_does_not_have_is_an_error_and_the_next_call_is_served(
 }
 
 /// The files of a folder, by name.
+/// More bytes than are on their way to the device at once, twice: what is kept between calls is used again.
+#[test]
+fn bytes_of_any_number_arrive_whole() {
+    let Some(gpu) = common::gpu() else { return };
+    for size in [0, 1, 5, (4 << 20) - 1, 4 << 20, (27 << 20) + 3, 7] {
+        let bytes: Vec<u8> = (0..size).map(|at: usize| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect();
+        let got = gpu.download(&gpu.upload(&bytes).unwrap()).unwrap();
+        assert_eq!((got.len(), got[size..].iter().any(|byte| *byte != 0)), (size.max(4).next_multiple_of(4), false));
+        assert!(got[..size] == bytes, "{size} bytes");
+    }
+}
+
+/// k and v longer than a chunk of such copies, as columns that lie apart: each row is the value of the key that its query alone attends.
+#[test]
+fn long_tensors_of_the_host_arrive_whole() {
+    let Some(gpu) = common::gpu() else { return };
+    const KEYS: usize = 30_000;
+    let data: Vec<f32> = (0..KEYS * 64 * 2).map(|at| (at % 65_521) as f32).collect();
+    let view = |step: isize| {
+        View::strided("k", &data, 0, [1, 1, KEYS, 64].into(), [0, 0, 128 / step * step, step].into()).unwrap()
+    };
+    let q = [0f32; 64];
+    let q = View::contiguous("q", &q, [1, 1, 1, 64].into()).unwrap();
+    for (step, key) in [(1, KEYS - 1), (2, 17_000)] {
+        let mut mask = vec![false; KEYS];
+        mask[key] = true;
+        let mask = View::contiguous("mask", &mask, [1, KEYS].into()).unwrap();
+        let (kv, mut out) = (view(step), [0f32; 64]);
+        let out_view = ViewMut::contiguous("out", &mut out, [1, 1, 1, 64].into()).unwrap();
+        let tensors = Tensors { mask: Some(mask), ..Tensors::new(q, kv, kv, out_view) };
+        let options = Options::default();
+        let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options).mask(Some(&mask)).build().unwrap();
+        let plan = gpu.plan_host(&spec).unwrap();
+        gpu.run_host(&plan, &mut Operands::check(tensors, &spec).unwrap()).unwrap();
+        let expected: Vec<f32> = (0..64).map(|d| data[key * 128 + d * step as usize]).collect();
+        assert_eq!(out.to_vec(), expected, "{step}");
+    }
+}
+
 fn entries(folder: &std::path::Path) -> Vec<(std::path::PathBuf, Vec<u8>)> {
     let files = std::fs::read_dir(folder).map(|files| files.flatten().map(|file| file.path()).collect::<Vec<_>>());
     let mut files: Vec<_> =

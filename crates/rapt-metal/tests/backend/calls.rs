@@ -158,14 +158,17 @@ fn few_queries_are_two_dispatches_with_memory_between_them() {
             _ => None,
         })
         .collect();
-    assert!(names[0].starts_with("// decode of 4 rows") && names[1].starts_with("// combine"), "{names:?}");
+    assert!(
+        names[0].starts_with("// decode of 16 rows on matrices") && names[1].starts_with("// combine"),
+        "{names:?}"
+    );
     let partials = Call::Empty(launch.partial_bytes_of(&launch.windows[0]) as i64);
     assert_eq!(calls.iter().filter(|call| **call == partials).count(), 1);
     let dispatches: Vec<&Call> = calls.iter().filter(|call| matches!(call, Call::Dispatch(..))).collect();
-    // Two heads, three splits of 256 keys; then two heads of four rows.
+    // Two heads, three splits of 256 keys; then two heads of four rows, 8 of 32 columns each.
     assert_eq!(
         dispatches,
-        [&Call::Dispatch([6 * 128, 1, 1], [128, 1, 1]), &Call::Dispatch([2 * 128, 1, 1], [128, 1, 1])]
+        [&Call::Dispatch([6 * 128, 1, 1], [128, 1, 1]), &Call::Dispatch([8 * 128, 1, 1], [128, 1, 1])]
     );
     let bound: Vec<u32> = calls
         .iter()
