@@ -9,8 +9,8 @@ use rapt_shader::{Binding, KernelVariant, Params};
 use rustc_hash::FxHashMap;
 
 use crate::cache::Cache;
+use crate::chunks::Staging;
 use crate::error::{GpuError, Result};
-use crate::staging::Staging;
 
 /// What keeps a kernel inside the memory that is bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]

@@ -14,6 +14,7 @@
 mod adapter;
 mod buffers;
 mod cache;
+mod chunks;
 mod device;
 mod error;
 mod gpu;

@@ -5,10 +5,10 @@
 //! ```
 //! Deliberately absent: tensors (host.rs).
 
-use std::collections::VecDeque;
 use std::sync::MutexGuard;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::channel;
 
+use crate::chunks::Staging;
 use crate::device::Open;
 use crate::error::{GpuError, Result};
 
@@ -20,35 +20,6 @@ const MOST_ON_THEIR_WAY: usize = 4;
 const MOST_KEPT: u64 = 64 << 20;
 /// What the places of copies are a multiple of.
 const ALIGNMENT: usize = wgpu::COPY_BUFFER_ALIGNMENT as usize;
-
-/// What is kept between calls.
-#[derive(Debug)]
-pub(crate) struct Staging {
-    /// Mapped chunks.
-    free: Vec<wgpu::Buffer>,
-    /// Of each chunk on its way the submission that copies it.
-    on_their_way: VecDeque<wgpu::SubmissionIndex>,
-    /// Chunks that were copied and are mapped again.
-    returned: (Sender<wgpu::Buffer>, Receiver<wgpu::Buffer>),
-    readable: Option<wgpu::Buffer>,
-}
-
-impl Default for Staging {
-    fn default() -> Self {
-        let (free, on_their_way) = (Vec::new(), VecDeque::new());
-        Staging { free, on_their_way, returned: channel(), readable: None }
-    }
-}
-
-impl Staging {
-    /// Takes back the chunks that were copied, in the order in which they were submitted.
-    fn take_returned(&mut self) {
-        while let Ok(buffer) = self.returned.1.try_recv() {
-            self.free.push(buffer);
-            self.on_their_way.pop_front();
-        }
-    }
-}
 
 /// A copy out of a chunk: where to, from which byte, and how many.
 struct Piece {
