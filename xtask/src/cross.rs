@@ -98,10 +98,16 @@ impl Folders {
         executable(&file)
     }
 
-    fn libraries(&self) -> String {
+    /// The line of a script that says where this machine's own libraries of those packages are.
+    fn with_libraries(&self) -> String {
         let [usr, own] = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|folder| self.root.join(folder));
-        format!("{}:{}", usr.display(), own.display())
+        format!("export LD_LIBRARY_PATH={}:{}", in_shell(&usr), in_shell(&own))
     }
+}
+
+/// A path as one word of a shell.
+fn in_shell(path: &Path) -> String {
+    format!("'{}'", path.display().to_string().replace('\'', r"'\''"))
 }
 
 #[cfg(unix)]
@@ -191,7 +197,8 @@ impl Platform {
         let name = self.triple.replace('-', "_").to_uppercase();
         command.args(["--target", self.triple]).current_dir(root());
         command.env(format!("CARGO_TARGET_{name}_LINKER"), folders.bin.join("cc"));
-        command.env(format!("CARGO_TARGET_{name}_RUNNER"), folders.bin.join("run"));
+        // As a list: cargo takes a string apart at spaces, which the path may have.
+        command.arg("--config").arg(format!("target.{}.runner=[{:?}]", self.triple, folders.bin.join("run")));
         // rustc looks for dlltool there, and for nothing else: `cc` is this machine's.
         let path = std::env::var_os("PATH").unwrap_or_default();
         let paths = std::iter::once(folders.bin.join(BY_NAME)).chain(std::env::split_paths(&path));
@@ -306,14 +313,16 @@ __declspec(dllexport) BOOL WINAPI ProcessPrng(PBYTE data, SIZE_T size) { return 
 
 /// MinGW and wine. wine asks for its server by a script that knows one place, and for zlib below /usr.
 fn prepare_windows(folders: &Folders) -> Outcome {
-    let (root, libraries) = (folders.root.display(), folders.libraries());
-    let mingw = |program: &str| format!("exec {root}/usr/bin/x86_64-w64-mingw32-{program} \"$@\"");
-    let with = |text: String| format!("export LD_LIBRARY_PATH={libraries}\n{text}");
+    let mingw = |program: &str| {
+        let program = folders.root.join(format!("usr/bin/x86_64-w64-mingw32-{program}"));
+        format!("exec {} \"$@\"", in_shell(&program))
+    };
+    let with = |text: String| format!("{}\n{text}", folders.with_libraries());
     for (name, program) in [("cc", "gcc-posix"), ("c++", "g++-posix"), ("path/x86_64-w64-mingw32-dlltool", "dlltool")] {
         folders.script(name, &with(mingw(program)))?;
     }
     let wine = folders.root.join("usr/lib/wine");
-    let server = format!("#!/bin/sh\nexec {}/wineserver64 -p5 \"$@\"\n", wine.display());
+    let server = format!("#!/bin/sh\nexec {} -p5 \"$@\"\n", in_shell(&wine.join("wineserver64")));
     write(&wine.join("wineserver"), &server)?;
     let (zlib, programs) = ("usr/x86_64-w64-mingw32/lib/zlib1.dll", "usr/lib/x86_64-linux-gnu/wine/x86_64-windows");
     let zlib = folders.root.join(zlib);
@@ -322,10 +331,10 @@ fn prepare_windows(folders: &Folders) -> Outcome {
     copied(&programs)?;
     let drive = folders.kept.join("drive");
     let environment = [
-        format!("export WINEPREFIX={} WINEDEBUG=-all WINEDLLOVERRIDES='mscoree,mshtml='", drive.display()),
+        format!("export WINEPREFIX={} WINEDEBUG=-all WINEDLLOVERRIDES='mscoree,mshtml='", in_shell(&drive)),
         // What this machine's own libraries are called by must not reach what runs there.
-        format!("export LD_LIBRARY_PATH={libraries}"),
-        format!("exec {}/wine64 \"$@\"", wine.display()),
+        folders.with_libraries(),
+        format!("exec {} \"$@\"", in_shell(&wine.join("wine64"))),
     ];
     folders.script("run", &environment.join("\n"))?;
     let system = drive.join("drive_c/windows/system32");
@@ -350,13 +359,16 @@ fn prepare_windows(folders: &Folders) -> Outcome {
 
 /// The cross compiler, and qemu with the libraries beside it.
 fn prepare_arm(folders: &Folders) -> Outcome {
-    let (root, libraries) = (folders.root.display(), folders.libraries());
+    let root = &folders.root;
     for (name, program) in [("cc", "gcc"), ("c++", "g++")] {
-        let start = format!("exec {root}/usr/bin/aarch64-linux-gnu-{program} --sysroot={root} \"$@\"");
-        folders.script(name, &format!("export LD_LIBRARY_PATH={libraries}\n{start}"))?;
+        let program = in_shell(&root.join(format!("usr/bin/aarch64-linux-gnu-{program}")));
+        let start = format!("exec {program} --sysroot={} \"$@\"", in_shell(root));
+        folders.script(name, &format!("{}\n{start}", folders.with_libraries()))?;
     }
-    folders.script("qemu", &format!("exec {root}/usr/bin/qemu-aarch64-static \"$@\""))?;
-    folders.script("run", &format!("exec {root}/usr/bin/qemu-aarch64-static -L {root}/usr/aarch64-linux-gnu \"$@\""))
+    let qemu = in_shell(&root.join("usr/bin/qemu-aarch64-static"));
+    let libraries = in_shell(&root.join("usr/aarch64-linux-gnu"));
+    folders.script("qemu", &format!("exec {qemu} \"$@\""))?;
+    folders.script("run", &format!("exec {qemu} -L {libraries} \"$@\""))
 }
 
 /// The words of `cargo xtask test --target`: packages, or none for all.
@@ -371,6 +383,14 @@ pub(crate) fn run(triple: &str, args: Args) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_path_with_spaces_and_quotes_is_one_word() {
+        let path = Path::new("/a clone's/target");
+        let script = format!("printf '%s\\n' {}", in_shell(path));
+        let told = Command::new("sh").args(["-c", &script]).output().expect("a shell");
+        assert_eq!(String::from_utf8_lossy(&told.stdout), "/a clone's/target\n");
+    }
 
     #[test]
     fn a_platform_that_nothing_here_runs_is_refused_with_those_that_are_known() {
