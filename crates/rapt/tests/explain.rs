@@ -71,7 +71,7 @@ impl Request {
 }
 
 fn grid(device: Device, offset: usize, judge: impl Fn(&Request)) {
-    let lengths = [(1, 700), (1, 20_000), (16, 90), (300, 520), (2048, 2048), (5, 0), (0, 7)];
+    let lengths = [(1, 200), (1, 700), (1, 20_000), (16, 90), (300, 520), (2048, 2048), (5, 0), (0, 7)];
     let (top_left, bottom_right) = (Some(Causal::TopLeft), Some(Causal::BottomRight));
     let none = Window::default();
     let positions = [
