@@ -311,6 +311,19 @@ const RANDOM: &str = "\
 __declspec(dllexport) BOOL WINAPI ProcessPrng(PBYTE data, SIZE_T size) { return RtlGenRandom(data, (ULONG)size); }
 ";
 
+/// dlltool hands the names of its temporary files to the assembler without quotes: they lie where no folder has a space, wherever rustc wants them.
+const ELSEWHERE: &str = "\
+temporary=$(mktemp -d)
+trap 'rm -rf \"$temporary\"' EXIT
+last=
+for word; do
+    shift
+    if [ \"$last\" = --temp-prefix ]; then word=$temporary/import; fi
+    set -- \"$@\" \"$word\"
+    last=$word
+done
+";
+
 /// MinGW and wine. wine asks for its server by a script that knows one place, and for zlib below /usr.
 fn prepare_windows(folders: &Folders) -> Outcome {
     let mingw = |program: &str| {
@@ -318,9 +331,11 @@ fn prepare_windows(folders: &Folders) -> Outcome {
         format!("exec {} \"$@\"", in_shell(&program))
     };
     let with = |text: String| format!("{}\n{text}", folders.with_libraries());
-    for (name, program) in [("cc", "gcc-posix"), ("c++", "g++-posix"), ("path/x86_64-w64-mingw32-dlltool", "dlltool")] {
+    for (name, program) in [("cc", "gcc-posix"), ("c++", "g++-posix")] {
         folders.script(name, &with(mingw(program)))?;
     }
+    let dlltool = in_shell(&folders.root.join("usr/bin/x86_64-w64-mingw32-dlltool"));
+    folders.script("path/x86_64-w64-mingw32-dlltool", &with(format!("{ELSEWHERE}{dlltool} \"$@\"")))?;
     let wine = folders.root.join("usr/lib/wine");
     let server = format!("#!/bin/sh\nexec {} -p5 \"$@\"\n", in_shell(&wine.join("wineserver64")));
     write(&wine.join("wineserver"), &server)?;
