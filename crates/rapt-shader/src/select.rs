@@ -120,7 +120,7 @@ fn few_rows(spec: &Spec) -> bool {
     spec.group_size().saturating_mul(spec.q_len()) <= MOST_FEW_ROWS
 }
 
-/// On matrices of float16, where the device has them: they leave less than widening each element takes. A processor has neither.
+/// On matrices of float16, where the device has them: such products cost less than widening each element. A processor has no units for them.
 fn decode_on_matrices(spec: &Spec, caps: &Caps) -> Option<Algorithm> {
     let units = caps.matrices.filter(|_| spec.numerics.storage == DType::F16 && !caps.has_lanes)?;
     let shared_bytes = caps.max_shared_bytes;

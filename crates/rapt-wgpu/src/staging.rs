@@ -174,7 +174,7 @@ pub(crate) fn download<T>(
     let failed = |why: String| open.lost().unwrap_or(GpuError::Failed { call: "map_async", why });
     let (sender, mapped) = channel();
     open.guarded("map_async", whole, || {
-        readable.slice(..).map_async(wgpu::MapMode::Read, move |answer| drop(sender.send(answer)));
+        readable.slice(..whole as u64).map_async(wgpu::MapMode::Read, move |answer| drop(sender.send(answer)));
         open.device.poll(wgpu::PollType::wait_indefinitely())
     })?
     .map_err(|error| failed(error.to_string()))?;
@@ -183,7 +183,7 @@ pub(crate) fn download<T>(
         Ok(Err(error)) => return Err(failed(error.to_string())),
         Err(error) => return Err(failed(error.to_string())),
     }
-    let view = readable.slice(..).get_mapped_range().map_err(|error| failed(error.to_string()))?;
+    let view = readable.slice(..whole as u64).get_mapped_range().map_err(|error| failed(error.to_string()))?;
     let mut rest = &view[..];
     let mut parts = Vec::with_capacity(buffers.len());
     for ((_, bytes), size) in buffers.iter().zip(sizes()) {
