@@ -29,7 +29,7 @@ import rapt.vulkan
 from rapt import _reference
 from rapt.bench import interleaved, table
 
-CHAIN = 17  # attentions of one onnxruntime graph, from whose time that of a graph of one is taken
+CHAIN = 17  # attentions of one submission; of onnxruntime a graph, from whose time that of a graph of one is taken
 SAMPLED = 32  # query rows of the first and of the last head, whose reference is computed
 DTYPES = {"float32": np.float32, "float16": np.float16}
 SHORT = {long: short for short, long in reference.DTYPES.items()}
@@ -96,7 +96,7 @@ class Rapt:
         def on_device(seconds):
             with tempfile.TemporaryDirectory() as folder:
                 file = pathlib.Path(folder) / "figures.json"
-                words = ["--shape", shape, "--dtype", row.dtype, "--device", self.device, "--seconds", str(5 * seconds), "--json", str(file)]
+                words = ["--shape", shape, "--dtype", row.dtype, "--device", self.device, "--seconds", str(5 * seconds), "--calls", str(CHAIN), "--json", str(file)]
                 done = subprocess.run([self.program, "bench", *words], capture_output=True, text=True)
                 if done.returncode:
                     raise RuntimeError(done.stderr or done.stdout)
@@ -315,7 +315,7 @@ def main():
         ", ".join(engine.versions() for engine in engines),
         f"`python benches/vulkan.py --rounds {chosen.rounds} --seconds {chosen.seconds}`, commit {machine.git('rev-parse', '--short', 'HEAD') or 'unknown'}",
         f"device: onnxruntime by the host's clock, what {CHAIN - 1} more attentions of one graph take; aule by the host's clock over many calls and "
-        "one wait; Rapt's kernel by the device's clock",
+        f"one wait; Rapt's kernel by the device's clock, {CHAIN} calls of one submission",
     ]
     made = tables(measured, names)
     print(table.text(made))

@@ -60,7 +60,9 @@ pub(crate) fn translated(text: &str) -> String {
     let members = translator.items();
     let Translator { buffers, shared, threads, has_simdgroups, .. } = translator;
 
-    let mut whole = format!("{HEAD}{head}\nstruct Attention {{\n{}", if has_simdgroups { SIMDGROUP } else { "" });
+    let helpers = [(UNIFORM_LOAD, text.contains("workgroupUniformLoad")), (SIMDGROUP, has_simdgroups)];
+    let helpers: String = helpers.iter().filter(|(_, is_called)| *is_called).map(|(helper, _)| *helper).collect();
+    let mut whole = format!("{HEAD}{head}\nstruct Attention {{\n{helpers}");
     for line in members.trim_end().lines() {
         let _ = if line.is_empty() { writeln!(whole) } else { writeln!(whole, "    {line}") };
     }
@@ -104,6 +106,17 @@ const GRID: &str = "    uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]";
 const SUBGROUP: &str = ",\n    uint subgroup [[simdgroup_index_in_threadgroup]]";
 
+/// What WGSL has as one function and Metal does not.
+const UNIFORM_LOAD: &str = "    // Metal: what all threads read alike.
+    static uint uniform_load(threadgroup atomic_uint* from) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        const auto loaded = atomic_load_explicit(from, memory_order_relaxed);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        return loaded;
+    }
+
+";
+
 /// What WGSL has of matrices and Metal says otherwise: vectors of four in threadgroup memory as elements, `pitch` vectors from one row or column to the next.
 const SIMDGROUP: &str = "    // Metal: what the text calls of its matrices, and of memory that is not aligned.
     static const threadgroup half* elements(const threadgroup half4* fours) { return (const threadgroup half*)fours; }
@@ -128,12 +141,6 @@ const SIMDGROUP: &str = "    // Metal: what the text calls of its matrices, and 
         simdgroup_float8x8 sum;
         simdgroup_multiply_accumulate(sum, a, b, c);
         return sum;
-    }
-    static uint uniform_load(threadgroup atomic_uint* from) {
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        const auto loaded = atomic_load_explicit(from, memory_order_relaxed);
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        return loaded;
     }
     static uint2 packed_four(const device ushort* at) { return as_type<uint2>(ushort4(*(const device packed_ushort4*)at)); }
     static uint4 packed_four(const device uint* at) { return uint4(*(const device packed_uint4*)at); }
@@ -523,6 +530,10 @@ impl<'t> Translator<'t> {
             name if self.aliased(name).is_some_and(|ty| ty.starts_with("simdgroup")) => {
                 self.arguments();
                 text.push_str("make_filled_simdgroup_matrix<float, 8>(0.0f)");
+            }
+            name if let Some(ty) = self.aliased(name).map(str::to_owned) => {
+                let of = self.arguments();
+                let _ = write!(text, "{ty}({})", if of.is_empty() { zero(&ty) } else { &of });
             }
             word => text.push_str(scalar(renamed(word))),
         }

@@ -93,7 +93,11 @@ fn forward(spec: &Spec, caps: &Caps) -> Answer {
     if caps.has_lanes && spec.head_dim() <= LANES_COLUMNS {
         return fits(Algorithm::Lanes, caps);
     }
-    fits(Algorithm::Forward { column_groups: spec.head_dim_v().div_ceil(64).clamp(1, 2) }, caps)
+    let column_groups = spec.head_dim_v().div_ceil(64).clamp(1, 2);
+    let of_task = (spec.group_size() * spec.q_len()).div_ceil(64) * spec.head_dim_v().div_ceil(64 * column_groups);
+    let blocks = spec.batch().saturating_mul(spec.num_kv_heads()).saturating_mul(of_task);
+    let row_groups = if blocks <= caps.few_blocks { 1 } else { 2 };
+    fits(Algorithm::Forward { column_groups, row_groups }, caps)
 }
 
 fn matrices(spec: &Spec, caps: &Caps) -> Answer {
@@ -133,12 +137,13 @@ fn decode(spec: &Spec, caps: &Caps) -> Answer {
         return Err(format!("decode serves up to {MOST_FEW_ROWS} query rows for a key head, here are {rows}"));
     }
     is_short(spec, "decode")?;
-    let (one, two) = (Algorithm::Decode { row_groups: 1 }, Algorithm::Decode { row_groups: 2 });
+    let [one, four, eight] = [1, 4, 8].map(|rows| Algorithm::Decode { rows });
     let on_matrices = || decode_on_matrices(spec, caps).and_then(|algorithm| fits(algorithm, caps).ok());
     let algorithm = match spec.group_size() * spec.q_len() {
         _ if let Some(algorithm) = on_matrices() => Ok(algorithm),
-        ..=4 => fits(one, caps),
-        _ => fits(two, caps).or_else(|_| fits(one, caps)),
+        ..=1 => fits(one, caps),
+        ..=4 => fits(four, caps),
+        _ => fits(eight, caps).or_else(|_| fits(four, caps)),
     }?;
     match Partition::new(spec, algorithm).partial_bytes {
         bytes if bytes as u64 > caps.max_binding_bytes => {
@@ -300,14 +305,15 @@ pub fn matrix_variants() -> Vec<KernelVariant> {
 /// Every variant that a plan may launch on any device, but for [`matrix_variants`] and [`lane_variants`].
 #[must_use]
 pub fn variants() -> Vec<KernelVariant> {
-    let forward = [1, 2].map(|column_groups| Algorithm::Forward { column_groups });
+    let forward = [(1, 1), (1, 2), (2, 1), (2, 2)]
+        .map(|(column_groups, row_groups)| Algorithm::Forward { column_groups, row_groups });
     let mut all = Vec::new();
     for algorithm in std::iter::once(Algorithm::Generic).chain(forward) {
         all.extend(FLOATS.into_iter().flat_map(|storage| of_every_mask_and_out(algorithm, storage)));
     }
-    for row_groups in [1, 2] {
+    for rows in [1, 4, 8] {
         for storage in FLOATS {
-            all.extend(of_every_mask(Algorithm::Decode { row_groups }, storage));
+            all.extend(of_every_mask(Algorithm::Decode { rows }, storage));
         }
     }
     let (algorithm, storage, mask) = (Algorithm::Combine, DType::F32, None);

@@ -163,10 +163,12 @@ impl KernelVariant {
     fn algorithm(&self, elements: Elements) -> String {
         let (own, parts): (String, &[&str]) = match self.algorithm {
             Algorithm::Generic => (GENERIC.to_owned(), &[NUMBERS, MATH, ROWS, SCORES, ENDS]),
-            Algorithm::Forward { column_groups } => {
-                let words = [("$g", column_groups), ("$a", 2), ("$n", 4), ("$c", 4), ("$t", 16), ("$e", 2), ("$o", 2)];
-                let text = unrolled(FORWARD, &words);
-                (format!("const COLUMN_GROUPS: u32 = {column_groups}u;\n{text}"), &[NUMBERS, MATH, ROWS, SCORES, ENDS])
+            Algorithm::Forward { column_groups, row_groups } => {
+                let words =
+                    [("$g", column_groups), ("$a", row_groups), ("$n", 4), ("$c", 4), ("$t", 16), ("$e", 2), ("$o", 2)];
+                let sizes =
+                    format!("const COLUMN_GROUPS: u32 = {column_groups}u;\nconst ROW_GROUPS: u32 = {row_groups}u;\n");
+                (sizes + &unrolled(FORWARD, &words), &[NUMBERS, MATH, ROWS, SCORES, ENDS])
             }
             Algorithm::Lanes => {
                 let words = [("$m", LANES_COLUMNS / 8), ("$l", 8), ("$n", 4)];
@@ -182,10 +184,13 @@ impl KernelVariant {
                     _ => (text, &[NUMBERS, MATH, ROWS, SCORES, ENDS, FLOATS]),
                 }
             }
-            Algorithm::Decode { row_groups } => {
+            Algorithm::Decode { rows } => {
+                let row_groups = rows.div_ceil(4);
                 let text =
                     unrolled(DECODE, &[("$a", row_groups), ("$n", 4), ("$i", 4), ("$q", 2), ("$h", 2), ("$e", 2)]);
-                (format!("const ROW_GROUPS: u32 = {row_groups}u;\n{text}"), &[NUMBERS, MATH, ROWS, SPLITS, SCORES])
+                let each = if rows == 1 { ONE_ROW } else { FOUR_ROWS };
+                let text = format!("const ROW_GROUPS: u32 = {row_groups}u;\n{each}{text}");
+                (text, &[NUMBERS, MATH, ROWS, SPLITS, SCORES])
             }
             Algorithm::Combine => {
                 (unrolled(COMBINE, &[("$m", 8), ("$n", 3), ("$e", 16)]), &[NUMBERS, MATH, ROWS, ENDS])
@@ -313,6 +318,23 @@ fn odd_of(pair: vec2<u32>, odd: u32) -> u32 { return odd | ((pair.x & 0x7f807f80
 fn is_odd(odd: u32) -> bool { return (odd & 0x80008000u) != 0u; }
 fn bits_of_pair(pair: vec2<u32>) -> vec2<u32> { return vec2<u32>(pair.x << 16u, pair.x & 0xffff0000u); }
 fn numbers_of(pair: vec2<u32>) -> vec2<f32> { return bitcast<vec2<f32>>(bits_of_pair(pair)); }
+";
+/// `Each`: what `decode` has of the rows that its vectors stand for, which are four or one.
+const FOUR_ROWS: &str = "alias Each = vec4<f32>;
+alias EachBits = vec4<u32>;
+fn each_of(x: vec4<f32>) -> Each { return x; }
+fn four_of(x: Each) -> vec4<f32> { return x; }
+fn each_bits_of(x: vec4<u32>) -> EachBits { return x; }
+fn four_bits_of(x: EachBits) -> vec4<u32> { return x; }
+fn existing(x: vec4<bool>) -> vec4<bool> { return x; }
+";
+const ONE_ROW: &str = "alias Each = f32;
+alias EachBits = u32;
+fn each_of(x: vec4<f32>) -> Each { return x.x; }
+fn four_of(x: Each) -> vec4<f32> { return vec4<f32>(x); }
+fn each_bits_of(x: vec4<u32>) -> EachBits { return x.x; }
+fn four_bits_of(x: EachBits) -> vec4<u32> { return vec4<u32>(x); }
+fn existing(x: vec4<bool>) -> vec4<bool> { return vec4<bool>(x.x, false, false, false); }
 ";
 /// The two of a pair are 8 columns apart: eight lanes read eight that lie side by side.
 const PAIRS_OF_F32: &str = "// Column e of pair t.

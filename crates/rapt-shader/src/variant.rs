@@ -26,6 +26,8 @@ pub enum Algorithm {
     Forward {
         /// How many times 64 columns of values a workgroup has: 1 or 2.
         column_groups: usize,
+        /// How many times 32 rows: 1 or 2. The same bits come of both.
+        row_groups: usize,
     },
     /// wgsl/lanes.wgsl: many queries, on a processor.
     Lanes,
@@ -33,8 +35,8 @@ pub enum Algorithm {
     Matrices(MatrixTiles),
     /// wgsl/decode.wgsl: few queries, of a part of the keys.
     Decode {
-        /// How many times four rows a workgroup has: 1 or 2.
-        row_groups: usize,
+        /// Rows of a workgroup: 4 or 8, or 1 where a key head has no more.
+        rows: usize,
     },
     /// wgsl/combine.wgsl: what `decode` found, folded to rows.
     Combine,
@@ -72,12 +74,14 @@ impl Algorithm {
                 threads: 256,
                 shared_bytes: 256 * 16 + 256 * 8 + 512 * 16 + 256 * 4 + 4,
             },
-            Algorithm::Forward { column_groups } => Tiles {
-                block_m: BLOCK_M,
+            Algorithm::Forward { column_groups, row_groups } => Tiles {
+                block_m: 32 * row_groups,
                 block_n: 64,
                 block_dv: 64 * column_groups,
                 threads: 128,
-                shared_bytes: 544 * 16 + 272 * 16 + 128 * 4 + 16 * 16 + 4,
+                shared_bytes: (16 * (8 * row_groups + 1) + 256 * column_groups + 16 + 8 * row_groups) * 16
+                    + 128 * 4
+                    + 12,
             },
             Algorithm::Lanes => Tiles {
                 block_m: BLOCK_M,
@@ -88,12 +92,12 @@ impl Algorithm {
                 shared_bytes: 4,
             },
             Algorithm::Matrices(tiles) => tiles.tiles(),
-            Algorithm::Decode { row_groups } => Tiles {
-                block_m: 4 * row_groups,
+            Algorithm::Decode { rows } => Tiles {
+                block_m: rows,
                 block_n: 64,
                 block_dv: 128,
                 threads: 128,
-                shared_bytes: 256 * row_groups * 16 + 520 * 16 + 128 * 16 + 64 * row_groups * 16 + 128 * 4 + 4,
+                shared_bytes: ((256 + 64) * rows.div_ceil(4) + 520 + 128) * 4 * rows.min(4) + 128 * 4 + 4,
             },
             Algorithm::Combine => Tiles {
                 block_m: 4,
@@ -232,13 +236,17 @@ impl fmt::Display for KernelVariant {
         let KernelVariant { algorithm, storage, mask, out, stores } = self;
         match algorithm {
             Algorithm::Generic => write!(f, "generic")?,
-            Algorithm::Forward { .. } => write!(f, "forward of {} columns", algorithm.tiles().block_dv)?,
+            Algorithm::Forward { .. } => {
+                let Tiles { block_m, block_dv, .. } = algorithm.tiles();
+                write!(f, "forward of {block_m} rows and {block_dv} columns")?;
+            }
             Algorithm::Lanes => write!(f, "lanes")?,
             Algorithm::Matrices(tiles) if tiles.is_split() => {
                 write!(f, "decode of {} rows on matrices {tiles}", tiles.block_m)?;
             }
             Algorithm::Matrices(tiles) => write!(f, "matrices {tiles}")?,
-            Algorithm::Decode { .. } => write!(f, "decode of {} rows", algorithm.tiles().block_m)?,
+            Algorithm::Decode { rows: 1 } => write!(f, "decode of a row")?,
+            Algorithm::Decode { rows } => write!(f, "decode of {rows} rows")?,
             Algorithm::Combine => write!(f, "combine")?,
         }
         write!(f, " {storage} to {out} {stores:?}")?;

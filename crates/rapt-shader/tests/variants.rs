@@ -39,7 +39,7 @@ fn parsed() -> &'static [(KernelVariant, Module)] {
 fn every_variant_is_valid() {
     assert_eq!(
         parsed().len(),
-        4 * (3 * 5 * 5) + 2 * (3 * 5) + 5 + (12 + 8 + 4 + 8 + 4 + 4) + (8 + 8 + 4 + 4),
+        6 * (3 * 5 * 5) + 3 * (3 * 5) + 5 + (12 + 8 + 4 + 8 + 4 + 4) + (8 + 8 + 4 + 4),
         "storage, mask, and out with its stores, as far as an algorithm has them"
     );
     for (variant, module) in parsed() {

@@ -130,11 +130,11 @@ impl<'a> Request<'a> {
 
     /// The best of these runs behind `WARM` seconds of them, and floating-point operations of it in a second.
     fn time(&self, plan: &Plan, runs: usize) -> Outcome<(f64, f64)> {
-        let first = self.gpu.seconds(plan, &self.tensors(), 1)?[0];
+        let first = self.gpu.seconds(plan, &self.tensors(), 1, 1)?[0];
         let runs = runs.max((WARM / first.max(1e-6)) as usize).min(MOST_RUNS);
         let begin = Instant::now();
         let mut seconds = loop {
-            let seconds = self.gpu.seconds(plan, &self.tensors(), runs)?;
+            let seconds = self.gpu.seconds(plan, &self.tensors(), runs, 1)?;
             if begin.elapsed().as_secs_f64() > WARM {
                 break seconds;
             }
@@ -294,7 +294,7 @@ fn few(gpu: &Gpu, len: usize, runs: usize) -> Outcome {
         let request = Request::new(gpu, dtype, [1, 32, 8, 1, kv_len, 128], Options::default(), false);
         let spec = request.spec()?;
         let expected = request.run(&gpu.plan_kernel(&spec, Kernel::Generic)?)?;
-        let mut algorithms: Vec<Algorithm> = [1, 2].map(|row_groups| Algorithm::Decode { row_groups }).to_vec();
+        let mut algorithms: Vec<Algorithm> = [4, 8].map(|rows| Algorithm::Decode { rows }).to_vec();
         if dtype == DType::F16 {
             algorithms.extend(candidates(gpu, 128, &[16, 32]).into_iter().map(Algorithm::Matrices));
         }

@@ -101,6 +101,7 @@ fn matrices(adapter: &wgpu::Adapter, features: Features, info: &wgpu::AdapterInf
 
 /// What selection depends on, of a device or an adapter, but for its matrices.
 pub(crate) fn caps(features: Features, limits: &Limits, info: &wgpu::AdapterInfo) -> Caps {
+    let is_processor = info.device_type == wgpu::DeviceType::Cpu;
     let of_dimension = limits.max_compute_workgroups_per_dimension as usize;
     Caps {
         arch: Arch::Wgsl,
@@ -110,7 +111,8 @@ pub(crate) fn caps(features: Features, limits: &Limits, info: &wgpu::AdapterInfo
         max_items: of_dimension.saturating_mul(of_dimension),
         max_threads: limits.max_compute_invocations_per_workgroup.min(limits.max_compute_workgroup_size_x) as usize,
         max_shared_bytes: limits.max_compute_workgroup_storage_size as usize,
-        has_lanes: info.device_type == wgpu::DeviceType::Cpu
+        few_blocks: if is_processor { 0 } else { Caps::WEBGPU.few_blocks },
+        has_lanes: is_processor
             && features.contains(Features::SUBGROUP)
             && (info.subgroup_min_size, info.subgroup_max_size) == (8, 8),
         matrices: None,

@@ -54,10 +54,12 @@ fn bound<'a>(open: &'a Open, window: BoundWindow, tensors: &[Option<BufferTensor
     Bound { buffers: BINDINGS.iter().zip(tensors).zip(&window.ranges).map(buffer).collect(), window }
 }
 
-/// Two places of a query set, where the device writes when a launch begins and ends.
+/// Two places of a query set, where the device writes when launches begin and end.
 pub(crate) struct Timer<'a> {
     pub(crate) set: &'a wgpu::QuerySet,
     pub(crate) first: u32,
+    /// How many launches, one behind another.
+    pub(crate) launches: usize,
 }
 
 impl Timer<'_> {
@@ -121,8 +123,9 @@ pub(crate) fn submit(
             let timestamp_writes = timer.map(Timer::writes);
             let descriptor = wgpu::ComputePassDescriptor { label: Some("rapt"), timestamp_writes };
             let mut pass = encoder.begin_compute_pass(&descriptor);
-            // wgpu orders what one dispatch writes before another that reads it.
-            for (at, window) in windows.iter().enumerate() {
+            // wgpu orders what one dispatch writes before another that reads or writes it.
+            let launches = timer.map_or(1, |timer| timer.launches);
+            for (at, window) in (0..launches).flat_map(|_| windows.iter().enumerate()) {
                 let of_params =
                     wgpu::BufferBinding { buffer: &params, offset: (at * stride) as u64, size: PARAMS_SIZE };
                 for ((kernel, compiled), groups) in kernels[at].iter().zip(window.window.groups) {

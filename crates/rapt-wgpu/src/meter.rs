@@ -1,7 +1,7 @@
 //! How long the device takes, by its own clock, and what it can do at most: a copy and multiply-adds through wgpu.
 //!
 //! ```text
-//! submission r:  timestamp 2r │ dispatches │ timestamp 2r + 1            wgpu::Features::TIMESTAMP_QUERY
+//! submission r:  timestamp 2r │ launches, one behind another │ timestamp 2r + 1            wgpu::Features::TIMESTAMP_QUERY
 //! ```
 //! Deliberately absent: time on the host, and attention.
 
@@ -74,8 +74,8 @@ impl Clock {
         Ok(Clock { set, runs })
     }
 
-    fn timer(&self, run: usize) -> Timer<'_> {
-        Timer { set: &self.set, first: run as u32 * 2 }
+    fn timer(&self, run: usize, launches: usize) -> Timer<'_> {
+        Timer { set: &self.set, first: run as u32 * 2, launches }
     }
 
     /// Seconds of each run, when all of them have ended.
@@ -123,7 +123,7 @@ fn seconds_of(open: &Open, text: &str, buffers: &[&wgpu::Buffer], groups: (u32, 
         for run in 0..runs {
             let mut encoder = open.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
             {
-                let timer = clock.timer(run);
+                let timer = clock.timer(run, 1);
                 let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
                     label: Some("rapt"),
                     timestamp_writes: Some(timer.writes()),
@@ -143,20 +143,28 @@ fn least(seconds: &[f64]) -> f64 {
 }
 
 impl Gpu {
-    /// Submits `plan` so often, and says how long each run took by the device's clock, when all have ended.
+    /// Submits `plan` in `runs` submissions of so many launches, one behind another, and says how long a launch of each run took by the device's clock, when
+    /// all have ended.
     ///
     /// # Errors
     /// As [`Gpu::run`]; [`Error::DeviceFailed`](rapt_core::Error::DeviceFailed) where the device has no timestamps.
-    pub fn seconds(&self, plan: &Plan, tensors: &BufferTensors<'_>, runs: usize) -> CoreResult<Vec<f64>> {
+    pub fn seconds(
+        &self,
+        plan: &Plan,
+        tensors: &BufferTensors<'_>,
+        runs: usize,
+        launches: usize,
+    ) -> CoreResult<Vec<f64>> {
         let launch = plan.launch_plan::<ShaderLaunch>()?;
         let operands = Operands::check(tensors.views(self.device())?, plan.spec())?;
         let open = self.opened()?;
         let on = |error: GpuError| error.on(self.device());
         let clock = Clock::new(&open, runs).map_err(on)?;
         for run in 0..runs {
-            submit(&open, launch, &operands, plan.spec(), tensors, Some(&clock.timer(run)))?;
+            submit(&open, launch, &operands, plan.spec(), tensors, Some(&clock.timer(run, launches)))?;
         }
-        clock.seconds(&open).map_err(on)
+        let seconds = clock.seconds(&open).map_err(on)?;
+        Ok(seconds.into_iter().map(|of_run| of_run / launches as f64).collect())
     }
 
     /// Multiply-adds of float32 that the device does in a second: the best of `runs`.

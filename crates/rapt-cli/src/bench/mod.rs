@@ -59,6 +59,9 @@ pub(crate) struct Args {
     /// What is measured: cpu, or vulkan:N (vulkan is vulkan:0), an adapter of `rapt doctor`: every kernel that serves a row, by the adapter's clock.
     #[arg(long = "device", value_name = "NAME", default_value = "cpu", value_parser = crate::run::device)]
     on: rapt::Device,
+    /// Calls that a device has at once, one behind another, and of which the time of one is printed: 1 counts the start and the end of a submission too.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..))]
+    calls: u16,
     /// Where every figure goes.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -95,6 +98,9 @@ pub(crate) fn run(args: &Args, words: &[OsString], host: &dyn Host) -> Outcome {
     }
     let rows = rows(args, args.codes.schemes()?);
     match args.on {
+        rapt::Device::Cpu if args.calls > 1 => {
+            return Err("--calls is of a device: give --device vulkan:N, or leave --calls out".into());
+        }
         rapt::Device::Cpu => {}
         #[cfg(feature = "vulkan")]
         rapt::Device::Vulkan(adapter) => return vulkan::run(args, adapter, rows),

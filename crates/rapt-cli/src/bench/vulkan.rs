@@ -104,7 +104,7 @@ fn plans(gpu: &Gpu, spec: &Spec) -> Result<Vec<Plan>> {
 fn measure<T: Element>(
     gpu: &Gpu,
     row: Row,
-    budget: f64,
+    (budget, calls): (f64, usize),
     ceilings: &mut Ceilings,
     casts: &Casts<T>,
 ) -> Result<Vec<Timing>> {
@@ -144,9 +144,9 @@ fn measure<T: Element>(
         }
         for (timing, plan) in timings.iter_mut().zip(&all).filter(|(timing, _)| timing.error <= timing.limit) {
             let tensors = timed.tensors()?;
-            let first = gpu.seconds(plan, &tensors, 1)?[0].max(1e-7);
-            let runs = (budget / ROUNDS as f64 / first).clamp(1.0, 1000.0) as usize;
-            timing.seconds.push(median(&mut gpu.seconds(plan, &tensors, runs)?));
+            let first = gpu.seconds(plan, &tensors, 1, calls)?[0].max(1e-7);
+            let runs = (budget / ROUNDS as f64 / first / calls as f64).clamp(1.0, 1000.0) as usize;
+            timing.seconds.push(median(&mut gpu.seconds(plan, &tensors, runs, calls)?));
         }
     }
     Ok(timings)
@@ -190,7 +190,7 @@ pub(super) fn run(args: &Args, adapter: u32, rows: Vec<Row>) -> Outcome {
         if row.mask != MaskName::None || row.codes.named().iter().any(|(_, scheme)| scheme.is_some()) {
             return Err("rows on a device are without masks and codes: leave --mask and the codes out".into());
         }
-        let (seconds, best) = (args.seconds, &mut ceilings);
+        let (seconds, best) = ((args.seconds, usize::from(args.calls)), &mut ceilings);
         let timings = match row.dtype {
             DType::F16 => {
                 let (narrow, widen) = (f16::from_f64 as fn(f64) -> f16, f64::from as fn(f16) -> f64);

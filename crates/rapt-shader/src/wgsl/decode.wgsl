@@ -37,13 +37,13 @@ const PITCH: u32 = 65u;
 const PAIRS: u32 = 128u;
 
 // q · SCALE, by pair and its two: fours of rows.
-var<workgroup> queries: array<vec4<f32>, 256u * ROW_GROUPS>;
+var<workgroup> queries: array<Each, 256u * ROW_GROUPS>;
 // Sums of lanes [8][64], by key; or sums by thread; or sums of slices [4][128], by column.
-var<workgroup> partial: array<vec4<f32>, 520>;
+var<workgroup> partial: array<Each, 520>;
 // Of each thread its score, then of each eighth one the greatest of eight.
-var<workgroup> maxima: array<vec4<f32>, 128>;
+var<workgroup> maxima: array<Each, 128>;
 // [64]: the weights of a key · SCALE.
-var<workgroup> weights: array<vec4<f32>, 64u * ROW_GROUPS>;
+var<workgroup> weights: array<Each, 64u * ROW_GROUPS>;
 // Of each thread, four bits: which rows attend its key.
 var<workgroup> attended: array<u32, 128>;
 
@@ -117,7 +117,8 @@ fn attention(
     let key_of_block = thread % 64u;
     let four = thread / 64u;
     let has_rows = four < ROW_GROUPS;
-    let rows = rows_of(p, block, block.first_row + four * 4u);
+    var rows = rows_of(p, block, block.first_row + four * 4u);
+    rows.exist = existing(rows.exist);
     // Of p·v.
     let tx = thread % 32u;
     let slice = thread / 32u;
@@ -127,24 +128,25 @@ fn attention(
     for (var at = thread; at < 256u * ROW_GROUPS; at += 128u) {
         let place = at / ROW_GROUPS;
         let d = column_of(place % PAIRS, place / PAIRS);
-        let of_rows = rows_of(p, block, block.first_row + at % ROW_GROUPS * 4u);
+        var of_rows = rows_of(p, block, block.first_row + at % ROW_GROUPS * 4u);
+        of_rows.exist = existing(of_rows.exist);
         var of_q = vec4<f32>();
         if d < p.head_dim {
             for (var a = 0u; a < 4u; a++) {
                 if of_rows.exist[a] { of_q[a] = for_tile(query(p, block, of_rows, a, d), 1u); }
             }
         }
-        queries[at] = of_q * SCALE;
+        queries[at] = each_of(of_q * SCALE);
     }
     workgroupBarrier();
     let is_q_finite = atomicLoad(&not_finite) == 0u;
     workgroupBarrier();
     var step = 1u;
 
-    var row_max_$a = vec4<f32>(LOWEST);
-    var row_sum = vec4<f32>();
-    var acc_$a_$h_$e = vec4<f32>();
-    var kinds_$a_$h_$e = vec4<u32>();
+    var row_max_$a = Each(LOWEST);
+    var row_sum = Each();
+    var acc_$a_$h_$e = Each();
+    var kinds_$a_$h_$e = EachBits();
     var bad = vec4<bool>();
     var live = vec4<bool>();
 
@@ -172,7 +174,7 @@ fn attention(
         // s = q·k, a lane's share
         step++;
         let at_k = vec4<u32>(k_at) + keys_from(n0 + slot, 16u, end_key) * p.k_stride.z;
-        var s_$a_$n = vec4<f32>();
+        var s_$a_$n = Each();
         var odd_k = 0u;
         for (var first = 0u; first * 2u < p.head_dim; first += LANES * 4u) {
             let pair_$n_$i = vec2<u32>(next_k_$i.x[$n], next_k_$i.y[$n]);
@@ -184,23 +186,23 @@ fn attention(
             //@ for each $i
             {
                 let of_q_$a_$e = queries[(first + lane + $iu * LANES + $eu * PAIRS) * ROW_GROUPS + $au];
-                s_$a_$n = fma(of_q_$a_$e, vec4<f32>(of_k_$n_$i[$e]), s_$a_$n);
+                s_$a_$n = fma(of_q_$a_$e, Each(of_k_$n_$i[$e]), s_$a_$n);
             }
             //@ end
         }
 
         if is_odd(odd_k) {
-            s_$a_$n = vec4<f32>();
+            s_$a_$n = Each();
             for (var first = 0u; first * 2u < p.head_dim; first += LANES) {
                 let pairs = key_pairs(p, k_in_words, at_k, first + lane);
                 let of_k_$n = pair_for_tile(vec2<u32>(pairs.x[$n], pairs.y[$n]), step);
                 let of_q_$a_$e = queries[(first + lane + $eu * PAIRS) * ROW_GROUPS + $au];
-                s_$a_$n = fma(of_q_$a_$e, vec4<f32>(of_k_$n[$e]), s_$a_$n);
+                s_$a_$n = fma(of_q_$a_$e, Each(of_k_$n[$e]), s_$a_$n);
             }
         }
 
         // s of the thread's key: the sums of lanes, in their order
-        var products = vec4<f32>();
+        var products = Each();
         //@ for each $a
         if $au > 0u { workgroupBarrier(); }
         partial[lane * PITCH + slot + $nu * 16u] = s_$a_$n;
@@ -214,12 +216,12 @@ fn attention(
         let j = n0 + key_of_block;
         var kinds = vec4<u32>();
         if has_rows && (!is_q_finite || atomicLoad(&not_finite) == step) { kinds = kinds_of_products(p, block, rows, j, 0u, p.head_dim); }
-        var scores = scores_of(p, block, rows, j, products, kinds);
+        var scores = scores_of(p, block, rows, j, four_of(products), kinds);
         scores.attends &= vec4<bool>(has_rows && j < end_key);
         let weighing = weighs(scores);
         bad |= is_bad(scores);
         live |= scores.attends;
-        maxima[thread] = select(vec4<f32>(LOWEST), scores.x, weighing);
+        maxima[thread] = each_of(select(vec4<f32>(LOWEST), scores.x, weighing));
         attended[thread] = bits_of(scores.attends);
         workgroupBarrier();
         if thread % 8u == 0u {
@@ -234,11 +236,11 @@ fn attention(
         }
 
         // p = e^(x − row_max'); row_sum = row_sum·f + Σ p
-        let factor_$a = exponential(row_max_$a - top_$a);
+        let factor_$a = each_of(exponential(four_of(row_max_$a - top_$a)));
         row_max_$a = top_$a;
         //@ for each $a
         if four == $au {
-            let weight = select(vec4<f32>(), exponential(scores.x - top_$a), weighing);
+            let weight = each_of(select(vec4<f32>(), exponential(scores.x - four_of(top_$a)), weighing));
             row_sum = fma(row_sum, factor_$a, weight);
             weights[key_of_block * ROW_GROUPS + $au] = weight * SCALE;
         }
@@ -246,7 +248,7 @@ fn attention(
         workgroupBarrier();
 
         // acc_o = acc_o·f + Σ p·v
-        var part_$a_$h_$e = vec4<f32>();
+        var part_$a_$h_$e = Each();
         var odd_v = 0u;
         for (var j = n0 + slice; j < end; j += SLICES * 8u) {
             let pair_$q_$n_$h = vec2<u32>(next_v_$h_$q.x[$n], next_v_$h_$q.y[$n]);
@@ -266,24 +268,24 @@ fn attention(
             //@ for each $n
             {
                 let weight_$a = weights[(j - n0 + ($qu * 4u + $nu) * SLICES) * ROW_GROUPS + $au];
-                part_$a_$h_$e = fma(weight_$a, vec4<f32>(of_v_$q_$n_$h[$e]), part_$a_$h_$e);
+                part_$a_$h_$e = fma(weight_$a, Each(of_v_$q_$n_$h[$e]), part_$a_$h_$e);
             }
             //@ end
             //@ end
         }
         if is_odd(odd_v) {
             var are_finite_values = true;
-            part_$a_$h_$e = vec4<f32>();
+            part_$a_$h_$e = Each();
             for (var j = n0 + slice; j < end; j += SLICES) {
                 let at = vec4<u32>(v_at + j * p.v_stride.z);
                 let weight_$a = weights[(j - n0) * ROW_GROUPS + $au];
                 let pairs_$h = value_pairs(p, v_in_words, at, first_column, $hu * 32u + tx);
                 let bits_$h = bits_of_pair(vec2<u32>(pairs_$h.x.x, pairs_$h.y.x));
                 are_finite_values = are_finite_values && is_finite(bits_$h.x) && is_finite(bits_$h.y);
-                part_$a_$h_$e = fma(weight_$a, vec4<f32>(finite(bits_$h[$e]) * INVERSE_SCALE), part_$a_$h_$e);
+                part_$a_$h_$e = fma(weight_$a, Each(finite(bits_$h[$e]) * INVERSE_SCALE), part_$a_$h_$e);
             }
             if !are_finite_values {
-                kinds_$a_$h_$e |= kinds_of_values(p, block, n0, end, first_column + column_of($hu * 32u + tx, $eu), slice, $au);
+                kinds_$a_$h_$e |= each_bits_of(kinds_of_values(p, block, n0, end, first_column + column_of($hu * 32u + tx, $eu), slice, $au));
             }
         }
         acc_$a_$h_$e = fma(acc_$a_$h_$e, factor_$a, part_$a_$h_$e);
@@ -297,23 +299,23 @@ fn attention(
     //@ for each $a
     let has_record_$a = block.first_row + $au * 4u < p.rows;
     if thread == $au && first_column == 0u && has_record_$a {
-        var sum = vec4<f32>();
+        var sum = Each();
         var flags = 0u;
         for (var other = 0u; other < 64u; other++) {
             sum += partial[$au * 64u + other];
             flags |= attended[$au * 64u + other];
         }
-        put_record(record_of(p, split, $au), row_max_$a, sum, flags);
+        put_record(record_of(p, split, $au), four_of(row_max_$a), four_of(sum), flags);
     }
     //@ end
     //@ for each $a
     workgroupBarrier();
-    partial[slice * 128u + column_of($hu * 32u + tx, $eu)] = bitcast<vec4<f32>>(with_kinds(acc_$a_$h_$e, kinds_$a_$h_$e));
+    partial[slice * 128u + column_of($hu * 32u + tx, $eu)] = each_of(bitcast<vec4<f32>>(with_kinds(four_of(acc_$a_$h_$e), four_bits_of(kinds_$a_$h_$e))));
     workgroupBarrier();
     if first_column + thread < p.head_dim_v && has_record_$a {
         var sum = Sum(vec4<f32>(), vec4<u32>());
         for (var other = 0u; other < SLICES; other++) {
-            sum = added(sum, bitcast<vec4<u32>>(partial[other * 128u + thread]), vec4<f32>(1.0));
+            sum = added(sum, bitcast<vec4<u32>>(four_of(partial[other * 128u + thread])), vec4<f32>(1.0));
         }
         partials[columns_of(p, split, $au) + first_column + thread] = with_kinds(sum.x, sum.kinds);
     }

@@ -20,6 +20,6 @@ fn numbers(words: vec4<u32>) -> vec4<f32> { return bitcast<vec4<f32>>(words); }
 fn put(at: u32, words: vec4<u32>) { tile[at] = numbers(words); }
 
 // What a score is above its reference is at most GROWTH.
-fn weights_of(x: vec4<f32>, row_max: vec4<f32>) -> vec4<f32> { return exponential(x - row_max) * ONE; }
+fn weights_of(distance: vec4<f32>) -> vec4<f32> { return exponential(distance) * ONE; }
 fn factor_of(x: vec4<f32>) -> vec4<f32> { return exponential(x); }
 fn rounded(weights: vec4<f32>) -> vec4<f32> { return weights; }

@@ -28,8 +28,6 @@ fn put(at: u32, words: vec4<u32>) {
 }
 
 // WGSL's exp2 may be off by 3 + 2·|x| units in the last place of float32: less than 2^-18, of which weights keep 11 bits and lse 17.
-fn weights_of(x: vec4<f32>, row_max: vec4<f32>) -> vec4<f32> {
-    return exp2(fma(x - row_max, vec4<f32>(LOG2_E), vec4<f32>(SHIFT)));
-}
+fn weights_of(distance: vec4<f32>) -> vec4<f32> { return exp2(fma(distance, vec4<f32>(LOG2_E), vec4<f32>(SHIFT))); }
 fn factor_of(x: vec4<f32>) -> vec4<f32> { return exp2(x * LOG2_E); }
 fn rounded(weights: vec4<f32>) -> vec4<f16> { return vec4<f16>(weights); }

@@ -8,10 +8,12 @@ const LN_2_LOW: f32 = -2.12194440e-4;
 
 fn all_four(x: f32) -> vec4<f32> { return vec4<f32>(x); }
 
-// e^x of x ≤ 0; 0 below −87, where results leave the normal numbers.
+// e^x of x ≤ 80; 0 below −87.7, where results leave the normal numbers.
 fn exponential(x: vec4<f32>) -> vec4<f32> {
-    let bounded = max(x, all_four(-87.5));
-    let n = round(bounded * LOG2_E);
+    let bounded = max(x, all_four(-88.0));
+    // 1.5·2^23 leaves the nearest integer in the last bits of a sum.
+    let count = bitcast<vec4<i32>>(fma(bounded, all_four(LOG2_E), all_four(12582912.0))) - 0x4b400000;
+    let n = vec4<f32>(count);
     let r = fma(n, all_four(-LN_2_LOW), fma(n, all_four(-LN_2_HIGH), bounded));
     var sum = all_four(1.9875691500e-4);
     sum = fma(sum, r, all_four(1.3981999507e-3));
@@ -19,9 +21,9 @@ fn exponential(x: vec4<f32>) -> vec4<f32> {
     sum = fma(sum, r, all_four(4.1665795894e-2));
     sum = fma(sum, r, all_four(1.6666665459e-1));
     sum = fma(sum, r, all_four(5.0000001201e-1));
-    // n ≥ −126.
-    let power = bitcast<vec4<f32>>(vec4<u32>(vec4<i32>(n) + 127) << vec4<u32>(23u));
-    return select((fma(sum, r * r, r) + 1.0) * power, all_four(0.0), x < all_four(-87.0));
+    // 0 where n is −127.
+    let power = bitcast<vec4<f32>>(vec4<u32>(count + 127) << vec4<u32>(23u));
+    return (fma(sum, r * r, r) + 1.0) * power;
 }
 
 // ln x of positive normal numbers.

@@ -119,10 +119,14 @@ fn load_values(p: Params, block: Block, n0: u32, thread: u32) -> bool {
 const TWICE_INFINITY: u32 = 0xff000000u;
 fn twice(x: vec4<f32>) -> vec4<u32> { return bitcast<vec4<u32>>(x) << vec4<u32>(1u); }
 
+// How far scores of products lie above row_max, in one rounding wherever it stands.
+fn distance_of(p: Params, products: vec4<f32>, row_max: vec4<f32>) -> vec4<f32> { return fma(products, vec4<f32>(p.scale), -row_max); }
+
 // A thread's weights of a block of keys: their sum, the largest score, which rows have a score that is bad, or attend a key, and `twice` the largest product.
 struct Weighed { sum: vec4<f32>, top: vec4<f32>, bad: vec4<bool>, live: vec4<bool>, largest: vec4<u32> }
 
-fn weigh(p: Params, block: Block, rows: Rows, n0: u32, row_max: vec4<f32>, four: u32, lane: u32, has_kinds: bool) -> Weighed {
+// Where `is_simple`, as where all rows see the block.
+fn weigh(p: Params, block: Block, rows: Rows, n0: u32, row_max: vec4<f32>, four: u32, lane: u32, has_kinds: bool, is_simple: bool) -> Weighed {
     var weighed = Weighed(vec4<f32>(), row_max, vec4<bool>(), vec4<bool>(), vec4<u32>());
     for (var at = lane; at < BLOCK_N; at += LANES) {
         var kinds = vec4<u32>();
@@ -130,7 +134,8 @@ fn weigh(p: Params, block: Block, rows: Rows, n0: u32, row_max: vec4<f32>, four:
         let products = s_tile[at * PITCH_S + four];
         let scores = scores_of(p, block, rows, n0 + at, products, kinds);
         let weighing = weighs(scores);
-        let weight = select(vec4<f32>(), weights_of(scores.x, row_max), weighing);
+        let distance = select(scores.x - row_max, distance_of(p, products, row_max), vec4<bool>(is_simple));
+        let weight = select(vec4<f32>(), weights_of(distance), weighing);
         weighed.top = select(weighed.top, max(weighed.top, scores.x), weighing);
         weighed.sum += weight;
         weights[at * PITCH_P + four] = rounded(weight);
@@ -285,8 +290,9 @@ fn attention(
                 // The scores of all keys are products times scale.
                 //@ for each $l
                 {
-                    let x = s_tile[(lane + $lu * LANES) * PITCH_S + four] * p.scale;
-                    let weight = weights_of(x, row_max);
+                    let products = s_tile[(lane + $lu * LANES) * PITCH_S + four];
+                    let x = products * p.scale;
+                    let weight = weights_of(distance_of(p, products, row_max));
                     top = max(top, x);
                     sum += weight;
                     weights[(lane + $lu * LANES) * PITCH_P + four] = rounded(weight);
@@ -295,7 +301,7 @@ fn attention(
                 //@ end
                 live = vec4<bool>(true);
             } else {
-                let weighed = weigh(p, block, rows, n0, row_max, four, lane, has_kinds);
+                let weighed = weigh(p, block, rows, n0, row_max, four, lane, has_kinds, is_simple);
                 sum = weighed.sum;
                 top = weighed.top;
                 bad |= weighed.bad;
@@ -321,12 +327,12 @@ fn attention(
                 if is_plain {
                     sum = vec4<f32>();
                     for (var at = lane; at < BLOCK_N; at += LANES) {
-                        let weight = weights_of(s_tile[at * PITCH_S + four] * p.scale, row_max);
+                        let weight = weights_of(distance_of(p, s_tile[at * PITCH_S + four], row_max));
                         sum += weight;
                         weights[at * PITCH_P + four] = rounded(weight);
                     }
                 } else {
-                    sum = weigh(p, block, rows, n0, row_max, four, lane, has_kinds).sum;
+                    sum = weigh(p, block, rows, n0, row_max, four, lane, has_kinds, is_simple).sum;
                 }
                 workgroupBarrier();
                 if growth == GREW {

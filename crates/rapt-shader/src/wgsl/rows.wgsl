@@ -3,6 +3,8 @@
 // Deliberately absent: which rows and keys a kernel gives to a thread.
 
 const LOWEST: f32 = -3.40282346e38;
+// Rows of a block of a window: one BLOCK_M, or several.
+const WINDOW_ROWS: u32 = 64u;
 
 // What a workgroup computes: blocks of keys lie at multiples of BLOCK_N from key 0, whatever the rows. Every row sees keys seen_from .. seen_to.
 struct Block { batch: u32, kv_head: u32, first_row: u32, first_column: u32, first_key: u32, end_key: u32, seen_from: u32, seen_to: u32 }
@@ -28,11 +30,12 @@ fn block_of_rows(p: Params, task: u32, first_row: u32, first_column: u32) -> Blo
     return Block(task / p.kv_heads, task % p.kv_heads, first_row, first_column, first_key, end_key, seen_from, seen_to);
 }
 
-// That of workgroup `item`, where each has BLOCK_M rows and BLOCK_DV columns of a task.
+// That of workgroup `item`, where each has BLOCK_M rows and BLOCK_DV columns of a task. Its rows may lie behind the last: windows have blocks of 64.
 fn block_of(p: Params, item: u32) -> Block {
     let run = item / p.dv_blocks;
-    let first_row = (p.first_row_block + run % p.row_blocks) * BLOCK_M;
-    return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
+    let rows = run / p.row_tiles;
+    let first_row = (p.first_row_block + rows % p.row_blocks) * WINDOW_ROWS + run % p.row_tiles * BLOCK_M;
+    return block_of_rows(p, p.first_task + rows / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
 }
 
 // What four rows leave of all splits: the records of these, then their acc_o, by column.

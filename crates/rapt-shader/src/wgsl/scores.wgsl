@@ -42,11 +42,15 @@ fn kinds_of_products(p: Params, block: Block, rows: Rows, j: u32, d0: u32, d1: u
 // Scores of one key: `kind` is 0 where the score x is finite, and `attends` false where it is masked.
 struct Scores { x: vec4<f32>, kind: vec4<u32>, attends: vec4<bool> }
 
+// x as it is rounded. Without it a driver may form a product and the difference that takes it in one step, at one place of a text and not at another: and
+// the bits of a row would depend on which of them it comes by. has_lse is 0 or 1, which the driver does not know.
+fn as_rounded(p: Params, x: vec4<f32>) -> vec4<f32> { return bitcast<vec4<f32>>(bitcast<vec4<u32>>(x) | vec4<u32>(p.has_lse >> 1u)); }
+
 // s = softcap(q·k · scale) − slope·|i + diagonal − j| + bias, of products q·k whose terms have these kinds.
 fn scores_of(p: Params, block: Block, rows: Rows, j: u32, products: vec4<f32>, kinds: vec4<u32>) -> Scores {
     let attends = rows.exist & (vec4<i32>(i32(j)) >= rows.lo) & (vec4<i32>(i32(j)) < rows.hi);
-    var scores = Scores(products * p.scale, vec4<u32>(), attends);
-    if p.softcap != 0.0 { scores.x = p.softcap * hyperbolic_tangent(scores.x * p.inverse_softcap); }
+    var scores = Scores(as_rounded(p, products * p.scale), vec4<u32>(), attends);
+    if p.softcap != 0.0 { scores.x = as_rounded(p, p.softcap * hyperbolic_tangent(scores.x * p.inverse_softcap)); }
     if any(kinds != vec4<u32>()) || !are_finite(bitcast<vec4<u32>>(products)) {
         for (var a = 0u; a < 4u; a++) {
             var kind = kind_of_sum(kinds[a] | kind_of(bitcast<u32>(products[a])));

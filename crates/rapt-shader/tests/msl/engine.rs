@@ -10,6 +10,9 @@ use crate::host::{Bound, Compiled};
 /// Workgroups of a row of a launch: few, so that launches have several rows, and workgroups of no item.
 const MOST_GROUPS: usize = 5;
 
+/// So few blocks that problems of both kinds are small ones.
+const CAPS: Caps = Caps { few_blocks: 3, ..Caps::METAL };
+
 /// The answer of whoever compiles.
 pub(crate) type Program = std::result::Result<Arc<Compiled>, String>;
 
@@ -20,8 +23,8 @@ pub(crate) fn engine(
 ) -> impl FnMut(&Spec, Tensors<'_>) -> Result<(), Error> {
     move |spec, tensors| {
         let plan = match kernel {
-            Some(kernel) => select_kernel(spec, &Caps::METAL, kernel)?,
-            None => select(spec, &Caps::METAL)?,
+            Some(kernel) => select_kernel(spec, &CAPS, kernel)?,
+            None => select(spec, &CAPS)?,
         };
         let launch = plan.launch_plan::<ShaderLaunch>().expect("a plan of this crate");
         run(spec, launch, &mut Operands::check(tensors, spec)?, &compile)

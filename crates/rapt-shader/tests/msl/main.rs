@@ -83,10 +83,13 @@ fn every_kernel_conforms() {
     let texts = texts.into_inner();
     for kernel in [
         "generic",
-        "forward of 64",
-        "forward of 128",
+        "forward of 32 rows and 64 columns",
+        "forward of 32 rows and 128 columns",
+        "forward of 64 rows and 64 columns",
+        "forward of 64 rows and 128 columns",
         "matrices 8x8",
         "matrices of float32 8x8",
+        "decode of a row float32",
         "decode of 4 rows float32",
         "decode of 8 rows bfloat16",
         "decode of 16 rows on matrices 8x8",

@@ -2,7 +2,7 @@
 
 use rapt_core::{Causal, DType, Kernel, Window};
 use rapt_shader::KernelVariant;
-use rapt_testkit::{Case, MaskCase, Places, replay};
+use rapt_testkit::{Case, Data, MaskCase, Places, replay};
 
 use crate::engine::engine;
 use crate::host::{self, Arithmetic};
@@ -19,7 +19,7 @@ const fn mutant(what: &'static str, kernel: Kernel, from: &'static str, to: &'st
     Mutant { what, kernel, from, to }
 }
 
-const MUTANTS: [Mutant; 37] = [
+const MUTANTS: [Mutant; 38] = [
     mutant("rows past the last", Kernel::Generic, "exist = r < uint4(p.rows)", "exist = r <= uint4(p.rows)"),
     mutant(
         "keys past the last",
@@ -48,7 +48,7 @@ const MUTANTS: [Mutant; 37] = [
         "return (bits & INFINITY_BITS) != INFINITY_BITS; }",
         "return !(as_type<float>(bits) != as_type<float>(bits)); }",
     ),
-    mutant("the scale dropped", Kernel::Generic, "Scores{products * p.scale,", "Scores{products,"),
+    mutant("the scale dropped", Kernel::Generic, "as_rounded(products * p.scale)", "as_rounded(products)"),
     mutant("lse to base 2", Kernel::Generic, "top + logarithm(total)", "top + logarithm(total) * LOG2_E"),
     mutant(
         "heads of a group interleaved",
@@ -73,7 +73,7 @@ const MUTANTS: [Mutant; 37] = [
         "if (thread_index == 0u) { atomic_store_explicit(&not_finite, 0u, memory_order_relaxed); }",
         "",
     ),
-    mutant("rows of tiles too long", Kernel::Forward, "uint PITCH = 17u;", "uint PITCH = 18u;"),
+    mutant("rows of tiles too long", Kernel::Forward, "uint PITCH_K = 17u;", "uint PITCH_K = 18u;"),
     mutant(
         "columns past the last",
         Kernel::Forward,
@@ -83,9 +83,10 @@ const MUTANTS: [Mutant; 37] = [
     mutant(
         "maxima without a barrier",
         Kernel::Forward,
-        "tile[tx * PITCH + ty + 1u * 8u] = top_1;\n            threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "tile[tx * PITCH + ty + 1u * 8u] = top_1;\n                    threadgroup_barrier(mem_flags::mem_threadgroup);",
         "tile[tx * PITCH + ty + 1u * 8u] = top_1;",
     ),
+    mutant("a maximum that follows and a sum that does not", Kernel::Forward, "row_sum_0 *= factor_0;", ""),
     mutant(
         "a barrier for some",
         Kernel::Forward,
@@ -125,7 +126,7 @@ const MUTANTS: [Mutant; 37] = [
     mutant(
         "weights of the first reference",
         Kernel::Matrices,
-        "sum = weigh(block, rows, n0, row_max, four, lane, has_kinds).sum;",
+        "sum = weigh(block, rows, n0, row_max, four, lane, has_kinds, is_simple).sum;",
         "",
     ),
     mutant("four elements where there are fewer", Kernel::Matrices, "n < min(count, 4u)", "n < 4u"),
@@ -193,6 +194,11 @@ fn cases(kernel: Kernel) -> Vec<Case> {
         Kernel::Decode => {
             let without = cases.clone().into_iter().map(|case| Case { dtype: DType::BF16, ..case });
             without.chain(cases).chain([Case { mask: None, ..aligned }]).collect()
+        }
+        // Maxima that follow in the second block of keys, of one text.
+        Kernel::Forward => {
+            let rising = Case { data: Data::Rising, mask: None, kv_len: 140, ..aligned };
+            cases.into_iter().chain([rising]).collect()
         }
         _ => cases,
     }

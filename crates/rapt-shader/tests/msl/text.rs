@@ -122,7 +122,7 @@ fn threadgroup_memory_is_that_of_the_variant() {
             let size = match element {
                 "float4" | "uint4" => 16,
                 "float2" | "half4" => 8,
-                "uint" | "atomic_uint" => 4,
+                "float" | "uint" | "atomic_uint" => 4,
                 other => panic!("{other}"),
             };
             let count = name.split_once('[').map_or("1", |(_, count)| count.trim_end_matches(']'));
@@ -167,6 +167,7 @@ fn a_text_has_the_comments_of_the_skeleton() {
         assert!(own.eq(of_metal.iter().filter(|line| !line.starts_with(" Metal: "))), "{variant}");
         assert!(of_metal.iter().any(|line| line.contains("acc_o = acc_o·f + ")
             || line.contains("acc_o += p·v")
+            || line.contains("acc_o += Σ p·v")
             || line.contains("Σ acc_o·f")));
     }
 }
