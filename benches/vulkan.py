@@ -96,7 +96,7 @@ class Rapt:
         def on_device(seconds):
             with tempfile.TemporaryDirectory() as folder:
                 file = pathlib.Path(folder) / "figures.json"
-                words = ["--shape", shape, "--dtype", row.dtype, "--device", self.device, "--seconds", str(5 * seconds), "--calls", str(CHAIN), "--json", str(file)]
+                words = ["--shape", shape, "--dtype", row.dtype, "--device", self.device, "--seconds", str(5 * seconds), "--calls", str(CHAIN), "--chosen", "--json", str(file)]
                 done = subprocess.run([self.program, "bench", *words], capture_output=True, text=True)
                 if done.returncode:
                     raise RuntimeError(done.stderr or done.stdout)

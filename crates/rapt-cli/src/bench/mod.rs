@@ -62,6 +62,9 @@ pub(crate) struct Args {
     /// Calls that a device has at once, one behind another, and of which the time of one is printed: 1 counts the start and the end of a submission too.
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..))]
     calls: u16,
+    /// Of a device: the kernel that would run, and no other.
+    #[arg(long)]
+    chosen: bool,
     /// Where every figure goes.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -98,8 +101,8 @@ pub(crate) fn run(args: &Args, words: &[OsString], host: &dyn Host) -> Outcome {
     }
     let rows = rows(args, args.codes.schemes()?);
     match args.on {
-        rapt::Device::Cpu if args.calls > 1 => {
-            return Err("--calls is of a device: give --device vulkan:N, or leave --calls out".into());
+        rapt::Device::Cpu if args.calls > 1 || args.chosen => {
+            return Err("--calls and --chosen are of a device: give --device vulkan:N, or leave them out".into());
         }
         rapt::Device::Cpu => {}
         #[cfg(feature = "vulkan")]

@@ -91,12 +91,12 @@ struct Casts<T> {
     element: fn(&[u8]) -> T,
 }
 
-/// The kernels that serve `spec`, what would run first.
-fn plans(gpu: &Gpu, spec: &Spec) -> Result<Vec<Plan>> {
+/// The kernels that serve `spec`, what would run first; of `chosen` that alone.
+fn plans(gpu: &Gpu, spec: &Spec, chosen: bool) -> Result<Vec<Plan>> {
     let selected = gpu.plan(spec)?;
-    let chosen = selected.key().kernel;
+    let of_selected = selected.key().kernel;
     let others = [Kernel::Matrices, Kernel::Forward, Kernel::Decode, Kernel::Generic];
-    let others = others.into_iter().filter(|kernel| *kernel != chosen);
+    let others = others.into_iter().filter(|kernel| !chosen && *kernel != of_selected);
     let others = others.filter_map(|kernel| gpu.plan_kernel(spec, kernel).ok());
     Ok(std::iter::once(selected).chain(others).collect())
 }
@@ -104,7 +104,7 @@ fn plans(gpu: &Gpu, spec: &Spec) -> Result<Vec<Plan>> {
 fn measure<T: Element>(
     gpu: &Gpu,
     row: Row,
-    (budget, calls): (f64, usize),
+    args: &Args,
     ceilings: &mut Ceilings,
     casts: &Casts<T>,
 ) -> Result<Vec<Timing>> {
@@ -116,7 +116,7 @@ fn measure<T: Element>(
     let (checked, timed) = (placed(smaller)?, placed(row)?);
     let mut timings = Vec::new();
     let mut all = Vec::new();
-    for plan in plans(gpu, &timed.spec(gpu)?)? {
+    for plan in plans(gpu, &timed.spec(gpu)?, args.chosen)? {
         let kernel = plan.key().kernel;
         gpu.run(&gpu.plan_kernel(&checked.spec(gpu)?, kernel)?, &checked.tensors()?)?;
         let out = gpu.download(&checked.out)?;
@@ -135,6 +135,7 @@ fn measure<T: Element>(
         });
         all.push(plan);
     }
+    let calls = usize::from(args.calls);
     let copied = COPIED_BYTES.min(gpu.caps().max_binding_bytes as usize / 2);
     for round in 0..ROUNDS {
         // Before the first and the last round: each compiles what it times.
@@ -145,7 +146,7 @@ fn measure<T: Element>(
         for (timing, plan) in timings.iter_mut().zip(&all).filter(|(timing, _)| timing.error <= timing.limit) {
             let tensors = timed.tensors()?;
             let first = gpu.seconds(plan, &tensors, 1, calls)?[0].max(1e-7);
-            let runs = (budget / ROUNDS as f64 / first / calls as f64).clamp(1.0, 1000.0) as usize;
+            let runs = (args.seconds / ROUNDS as f64 / first / calls as f64).clamp(1.0, 1000.0) as usize;
             timing.seconds.push(median(&mut gpu.seconds(plan, &tensors, runs, calls)?));
         }
     }
@@ -190,22 +191,22 @@ pub(super) fn run(args: &Args, adapter: u32, rows: Vec<Row>) -> Outcome {
         if row.mask != MaskName::None || row.codes.named().iter().any(|(_, scheme)| scheme.is_some()) {
             return Err("rows on a device are without masks and codes: leave --mask and the codes out".into());
         }
-        let (seconds, best) = ((args.seconds, usize::from(args.calls)), &mut ceilings);
+        let best = &mut ceilings;
         let timings = match row.dtype {
             DType::F16 => {
                 let (narrow, widen) = (f16::from_f64 as fn(f64) -> f16, f64::from as fn(f16) -> f64);
                 let element = |x: &[u8]| f16::from_le_bytes([x[0], x[1]]);
-                measure(gpu, row, seconds, best, &Casts { narrow, widen, bytes: |x| x.to_le_bytes().to_vec(), element })
+                measure(gpu, row, args, best, &Casts { narrow, widen, bytes: |x| x.to_le_bytes().to_vec(), element })
             }
             DType::BF16 => {
                 let (narrow, widen) = (bf16::from_f64 as fn(f64) -> bf16, f64::from as fn(bf16) -> f64);
                 let element = |x: &[u8]| bf16::from_le_bytes([x[0], x[1]]);
-                measure(gpu, row, seconds, best, &Casts { narrow, widen, bytes: |x| x.to_le_bytes().to_vec(), element })
+                measure(gpu, row, args, best, &Casts { narrow, widen, bytes: |x| x.to_le_bytes().to_vec(), element })
             }
             DType::F32 => {
                 let (narrow, widen) = (|x: f64| x as f32, f64::from as fn(f32) -> f64);
                 let element = |x: &[u8]| f32::from_le_bytes([x[0], x[1], x[2], x[3]]);
-                measure(gpu, row, seconds, best, &Casts { narrow, widen, bytes: |x| x.to_le_bytes().to_vec(), element })
+                measure(gpu, row, args, best, &Casts { narrow, widen, bytes: |x| x.to_le_bytes().to_vec(), element })
             }
             got => {
                 return Err(format!("{got} is not computed on this device: give float32, float16 or bfloat16").into());
