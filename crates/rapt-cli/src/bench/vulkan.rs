@@ -4,6 +4,8 @@
 //! `rapt::reference`), then timed between measurements of what the device copies and multiplies at most. Deliberately absent: time on the host,
 //! copies there and back, masks and codes.
 
+use std::time::{Duration, Instant};
+
 use comfy_table::presets::UTF8_FULL_CONDENSED;
 use comfy_table::{CellAlignment, Table};
 use half::{bf16, f16};
@@ -19,6 +21,8 @@ use crate::{Outcome, exit, say};
 
 /// Rounds of runs.
 const ROUNDS: usize = 5;
+/// For how long a device is kept busy before: one that has waited has its clock low.
+const WARM: Duration = Duration::from_millis(500);
 /// Bytes that are copied for a ceiling, if the device binds so many.
 const COPIED_BYTES: usize = 256 << 20;
 
@@ -136,6 +140,10 @@ fn measure<T: Element>(
         all.push(plan);
     }
     let calls = usize::from(args.calls);
+    let began = Instant::now();
+    while began.elapsed() < WARM {
+        gpu.seconds(&all[0], &timed.tensors()?, 1, calls)?;
+    }
     let copied = COPIED_BYTES.min(gpu.caps().max_binding_bytes as usize / 2);
     for round in 0..ROUNDS {
         // Before the first and the last round: each compiles what it times.
