@@ -141,8 +141,8 @@ fn decode(spec: &Spec, caps: &Caps) -> Answer {
     let on_matrices = || decode_on_matrices(spec, caps).and_then(|algorithm| fits(algorithm, caps).ok());
     let algorithm = match spec.group_size() * spec.q_len() {
         _ if let Some(algorithm) = on_matrices() => Ok(algorithm),
-        ..=1 => fits(one, caps),
-        ..=4 => fits(four, caps),
+        0 | 1 => fits(one, caps),
+        2..=4 => fits(four, caps),
         _ => fits(eight, caps).or_else(|_| fits(four, caps)),
     }?;
     match Partition::new(spec, algorithm).partial_bytes {
