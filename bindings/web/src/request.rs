@@ -55,6 +55,7 @@ impl DeviceLimits {
             max_items: self.max_groups.saturating_mul(self.max_groups),
             max_threads: self.max_threads,
             max_shared_bytes: self.max_shared_bytes,
+            few_blocks: Caps::WEBGPU.few_blocks,
             matrices: None,
         }
     }
