@@ -15,7 +15,7 @@ pub(crate) struct Avx2F32;
 pub(crate) struct Avx2F64;
 
 intrinsics! {
-    /// Transposes 8×8 floats. Shared with AVX-512, which does a 16×16 in four squares.
+    /// Transposes 8×8 floats.
     pub(super) fn transpose_8x8(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
         let mut rows = [_mm256_setzero_ps(); 8];
         for (n, row) in rows.iter_mut().enumerate() {

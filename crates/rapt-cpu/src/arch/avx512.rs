@@ -6,7 +6,7 @@ use std::mem::transmute;
 
 use half::{bf16, f16};
 
-use super::avx2::{transpose_4x4, transpose_8x8, transpose_8x8_bytes};
+use super::avx2::{transpose_4x4, transpose_8x8_bytes};
 use crate::kernels::code_pairs::CodePairs;
 use crate::kernels::code_quads::CodeQuads;
 use crate::kernels::codes::CodeVectors;
@@ -131,8 +131,26 @@ impl Simd for Avx512F32 {
             transpose_8x8_bytes(rows, dst, dst_stride)
         }
         fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
-            for (r, c) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
-                transpose_8x8(src.add(r * src_stride + c), src_stride, dst.add(c * dst_stride + r), dst_stride);
+            let mut pairs = [_mm512_setzero_ps(); 16];
+            for n in (0..16).step_by(2) {
+                let (a, b) = (_mm512_loadu_ps(src.add(n * src_stride)), _mm512_loadu_ps(src.add((n + 1) * src_stride)));
+                (pairs[n], pairs[n + 1]) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            }
+            // fours[4 · g + c], part l of 128 bits: rows 4 · g .. 4 · g + 4 of column 4 · l + c.
+            let mut fours = [_mm512_setzero_pd(); 16];
+            for n in (0..16).step_by(4) {
+                let [a, b, c, d] = [0, 2, 1, 3].map(|m| _mm512_castps_pd(pairs[n + m]));
+                (fours[n], fours[n + 1]) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+                (fours[n + 2], fours[n + 3]) = (_mm512_unpacklo_pd(c, d), _mm512_unpackhi_pd(c, d));
+            }
+            for c in 0..4 {
+                let [a, b, x, y] = [0, 4, 8, 12].map(|g| _mm512_castpd_ps(fours[g + c]));
+                let (low, high) = (_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xEE>(a, b));
+                let (low_2, high_2) = (_mm512_shuffle_f32x4::<0x44>(x, y), _mm512_shuffle_f32x4::<0xEE>(x, y));
+                _mm512_storeu_ps(dst.add(c * dst_stride), _mm512_shuffle_f32x4::<0x88>(low, low_2));
+                _mm512_storeu_ps(dst.add((4 + c) * dst_stride), _mm512_shuffle_f32x4::<0xDD>(low, low_2));
+                _mm512_storeu_ps(dst.add((8 + c) * dst_stride), _mm512_shuffle_f32x4::<0x88>(high, high_2));
+                _mm512_storeu_ps(dst.add((12 + c) * dst_stride), _mm512_shuffle_f32x4::<0xDD>(high, high_2));
             }
         }
     }

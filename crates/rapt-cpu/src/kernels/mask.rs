@@ -131,6 +131,15 @@ impl<S: Simd, const V: usize> Part<S> for ReadTile<'_, S, V> {
                         return effect;
                     }
                 }
+                if mask.dtype != DType::Bool && mask.strides[3] == 1 && n >= S::LANES {
+                    let first = mask.at([rows[0].batch, rows[0].head, rows[0].i, j0]);
+                    return match (mask.dtype, size_of::<S::Elem>()) {
+                        (DType::F32, 4) | (DType::F64, 8) => spread_biases::<S, Own, V>(first, n, mask.dtype, bias),
+                        (DType::F16, 4) => spread_biases::<S, Halves, V>(first, n, mask.dtype, bias),
+                        (DType::BF16, 4) => spread_biases::<S, Brains, V>(first, n, mask.dtype, bias),
+                        _ => spread_biases::<S, Others, V>(first, n, mask.dtype, bias),
+                    };
+                }
                 let effect = read_row(mask, rows[0], (j0, n), bias, width);
                 for j in 0..n {
                     let all = S::splat(*bias.add(j * width));
@@ -162,20 +171,13 @@ impl<S: Simd, const V: usize> Part<S> for ReadTile<'_, S, V> {
                     return effect;
                 }
             } else if neighbours && n >= S::LANES {
-                let (mut square, dtype) = ([S::Elem::ZERO; MAX_LANES * MAX_LANES], mask.dtype);
-                let (mut masked, mut total) = (S::splat(S::Elem::ZERO), 0);
-                for j in squares(n, S::LANES) {
-                    for v in 0..V {
-                        let lanes = &lanes[v * S::LANES..][..S::LANES];
-                        let to = bias.add(j * width + v * S::LANES);
-                        bias_square::<S>(dtype, lanes, j, &mut square, to, width, &mut masked);
-                        total += S::LANES * S::LANES;
-                    }
-                }
-                let masked = S::reduce_add(masked);
-                let attends = masked < S::Elem::from_i64(total as i64);
-                // Adding zeros changes nothing: they are not told apart.
-                return Effect { masks: masked > S::Elem::ZERO, attends, adds: attends };
+                // By dtype here, not at each load.
+                return match (mask.dtype, size_of::<S::Elem>()) {
+                    (DType::F32, 4) | (DType::F64, 8) => turn_biases::<S, Own, V>(&lanes, n, mask.dtype, bias),
+                    (DType::F16, 4) => turn_biases::<S, Halves, V>(&lanes, n, mask.dtype, bias),
+                    (DType::BF16, 4) => turn_biases::<S, Brains, V>(&lanes, n, mask.dtype, bias),
+                    _ => turn_biases::<S, Others, V>(&lanes, n, mask.dtype, bias),
+                };
             }
             let mut effect = Effect::NOTHING;
             for lane in 0..width {
@@ -288,46 +290,121 @@ unsafe fn turn_bools<S: Simd, const V: usize>(
     }
 }
 
-/// A square of biases, transposed; `masked` counts what is −inf.
-#[inline(always)]
-unsafe fn bias_square<S: Simd>(
-    dtype: DType,
-    lanes: &[*const u8],
-    j: usize,
-    square: &mut [S::Elem; MAX_LANES * MAX_LANES],
-    to: *mut S::Elem,
-    width: usize,
-    masked: &mut S::V,
-) {
-    // SAFETY: each lane has LANES biases from j on; `to` has LANES rows of `width`.
-    unsafe {
-        let (zero, one) = (S::splat(S::Elem::ZERO), S::splat(S::Elem::ONE));
-        for (lane, from) in lanes.iter().enumerate() {
-            let x = load_biases::<S>(dtype, from.wrapping_add(j * dtype.size_bytes()));
-            let is_masked = S::eq(x, S::splat(S::Elem::NEG_INFINITY));
-            *masked = S::add(*masked, S::select(is_masked, one, zero));
-            S::store(square.as_mut_ptr().add(lane * S::LANES), x);
-        }
-        S::transpose(square.as_ptr(), S::LANES, to, width);
+/// How a vector of biases of consecutive keys is loaded.
+trait LoadBiases<S: Simd> {
+    unsafe fn load(dtype: DType, ptr: *const u8) -> S::V;
+}
+
+/// Biases in the accumulation dtype, in float16, in bfloat16, and in any other.
+struct Own;
+struct Halves;
+struct Brains;
+struct Others;
+
+impl<S: Simd> LoadBiases<S> for Own {
+    #[inline(always)]
+    unsafe fn load(_: DType, ptr: *const u8) -> S::V {
+        // SAFETY: the caller vouches for LANES elements.
+        unsafe { S::load(ptr.cast()) }
     }
 }
 
-/// A vector of biases of consecutive keys.
+impl<S: Simd> LoadBiases<S> for Halves {
+    #[inline(always)]
+    unsafe fn load(_: DType, ptr: *const u8) -> S::V {
+        // SAFETY: as above.
+        unsafe { S::load_f16(ptr.cast()) }
+    }
+}
+
+impl<S: Simd> LoadBiases<S> for Brains {
+    #[inline(always)]
+    unsafe fn load(_: DType, ptr: *const u8) -> S::V {
+        // SAFETY: as above.
+        unsafe { S::load_bf16(ptr.cast()) }
+    }
+}
+
+impl<S: Simd> LoadBiases<S> for Others {
+    #[inline(always)]
+    unsafe fn load(dtype: DType, ptr: *const u8) -> S::V {
+        let mut x = [S::Elem::ZERO; MAX_LANES];
+        // SAFETY: as above.
+        unsafe {
+            for (lane, x) in x.iter_mut().enumerate().take(S::LANES) {
+                *x = S::Elem::load_as(dtype, ptr.wrapping_add(lane * dtype.size_bytes()));
+            }
+            S::load(x.as_ptr())
+        }
+    }
+}
+
+/// Biases of `n` keys from `first` on, the same for every lane.
 #[inline(always)]
-unsafe fn load_biases<S: Simd>(dtype: DType, ptr: *const u8) -> S::V {
-    // SAFETY: the caller vouches for LANES elements.
+unsafe fn spread_biases<S: Simd, L: LoadBiases<S>, const V: usize>(
+    first: *const u8,
+    n: usize,
+    dtype: DType,
+    bias: *mut S::Elem,
+) -> Effect {
+    let mut keys = [S::Elem::ZERO; MAX_LANES];
+    let (width, mut total) = (V * S::LANES, 0);
+    // SAFETY: there are n biases; `bias` has n rows of `width`.
     unsafe {
-        match (dtype, size_of::<S::Elem>()) {
-            (DType::F32, 4) | (DType::F64, 8) => S::load(ptr.cast()),
-            (DType::F16, 4) => S::load_f16(ptr.cast()),
-            (DType::BF16, 4) => S::load_bf16(ptr.cast()),
-            _ => {
-                let mut x = [S::Elem::ZERO; MAX_LANES];
-                for (lane, x) in x.iter_mut().enumerate().take(S::LANES) {
-                    *x = S::Elem::load_as(dtype, ptr.wrapping_add(lane * dtype.size_bytes()));
+        let (zero, one, lowest) = (S::splat(S::Elem::ZERO), S::splat(S::Elem::ONE), S::splat(S::Elem::NEG_INFINITY));
+        // How many are −inf, and how many 0.
+        let (mut masked, mut nothing) = (zero, zero);
+        for j in squares(n, S::LANES) {
+            let x = L::load(dtype, first.wrapping_add(j * dtype.size_bytes()));
+            masked = S::add(masked, S::select(S::eq(x, lowest), one, zero));
+            nothing = S::add(nothing, S::select(S::eq(x, zero), one, zero));
+            S::store(keys.as_mut_ptr(), x);
+            for (key, x) in keys.iter().enumerate().take(S::LANES) {
+                let all = S::splat(*x);
+                for v in (0..width).step_by(S::LANES) {
+                    S::store(bias.add((j + key) * width + v), all);
                 }
-                S::load(x.as_ptr())
+            }
+            total += S::LANES;
+        }
+        let (masked, total) = (S::reduce_add(masked), S::Elem::from_i64(total as i64));
+        let adds = masked + S::reduce_add(nothing) < total;
+        Effect { masks: masked > S::Elem::ZERO, attends: masked < total, adds }
+    }
+}
+
+/// Biases of `n` keys, square by square, transposed.
+#[inline(always)]
+unsafe fn turn_biases<S: Simd, L: LoadBiases<S>, const V: usize>(
+    lanes: &[*const u8; MAX_WIDTH],
+    n: usize,
+    dtype: DType,
+    bias: *mut S::Elem,
+) -> Effect {
+    let mut square = [S::Elem::ZERO; MAX_LANES * MAX_LANES];
+    let (width, size, mut total) = (V * S::LANES, dtype.size_bytes(), 0);
+    // SAFETY: each lane has n biases; `bias` has n rows of `width`.
+    unsafe {
+        let (zero, one, lowest) = (S::splat(S::Elem::ZERO), S::splat(S::Elem::ONE), S::splat(S::Elem::NEG_INFINITY));
+        // How many are −inf.
+        let mut masked = zero;
+        for j in squares(n, S::LANES) {
+            for v in (0..width).step_by(S::LANES) {
+                for lane in 0..S::LANES {
+                    let from = lanes[v + lane].wrapping_add(j * size);
+                    // Rows lie further apart than the processor's own prefetchers follow.
+                    S::prefetch(from.wrapping_add(2 * S::LANES * size));
+                    let x = L::load(dtype, from);
+                    masked = S::add(masked, S::select(S::eq(x, lowest), one, zero));
+                    S::store(square.as_mut_ptr().add(lane * S::LANES), x);
+                }
+                S::transpose(square.as_ptr(), S::LANES, bias.add(j * width + v), width);
+                total += S::LANES * S::LANES;
             }
         }
+        let masked = S::reduce_add(masked);
+        let attends = masked < S::Elem::from_i64(total as i64);
+        // Adding zeros changes nothing: they are not told apart.
+        Effect { masks: masked > S::Elem::ZERO, attends, adds: attends }
     }
 }

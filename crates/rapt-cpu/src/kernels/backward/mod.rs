@@ -38,7 +38,7 @@ use crate::backward_problem::{BackwardProblem, Form, SharedSum};
 use crate::problem::{Input, Output};
 use lanes::{Contract, GradientRows, Laid, Places, QueryProduct, panels};
 use products::clear;
-use queries::{MAX_TILES, Tile};
+use queries::{MAX_TILES, NextRows, Tile};
 
 /// Computes item `n` in scratch memory of the plan's size per thread.
 pub(crate) type Entry = unsafe fn(&BackwardProblem, usize, *mut u8);
@@ -307,9 +307,12 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
             return;
         }
         queries::pack::<S, M, T>(problem, base, &tiles[..count]);
+        // Two for each product of a tile.
+        let shares = 2 * count * n.div_ceil(M::FORM.keys_at_a_time);
+        let mut next = NextRows::new(problem, keys.task, r1, shares);
         for (t, tile) in tiles.iter().flatten().enumerate() {
             let partial = partial.map(|partial| partial.add((r0 / width + t) * partition.tile_of_dq));
-            tile_of_queries::<S, M, T>(problem, base, keys, (t, tile), (skip, n), partial);
+            tile_of_queries::<S, M, T>(problem, base, (keys, &mut next), (t, tile), (skip, n), partial);
         }
         let rows = count * width;
         let sums = [
@@ -330,7 +333,7 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
 unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     problem: &BackwardProblem,
     base: *mut S::Elem,
-    keys: &mut Keys<S::Elem>,
+    (keys, next): (&mut Keys<S::Elem>, &mut NextRows<'_>),
     (t, tile): (usize, &Tile<S::Elem>),
     (skip, n): (usize, usize),
     partial: Option<*mut S::Elem>,
@@ -350,7 +353,9 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         for at in (0..n).step_by(M::FORM.keys_at_a_time) {
             let keys_n = M::FORM.keys_at_a_time.min(n - at);
             let Places { p, dp, to, along_keys } = M::places(problem, base, t, at);
+            next.ask::<S>();
             M::key_product(keys_n, problem.head_dim, keys.k.from(skip + at), q_t, p);
+            next.ask::<S>();
             if problem.needs_ds() {
                 M::key_product(keys_n, problem.head_dim_v, keys.v.from(skip + at), d_o_t, (dp, width));
             }
