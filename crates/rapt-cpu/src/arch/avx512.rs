@@ -139,12 +139,14 @@ impl Simd for Avx512F32 {
             // fours[4 · g + c], part l of 128 bits: rows 4 · g .. 4 · g + 4 of column 4 · l + c.
             let mut fours = [_mm512_setzero_pd(); 16];
             for n in (0..16).step_by(4) {
-                let [a, b, c, d] = [0, 2, 1, 3].map(|m| _mm512_castps_pd(pairs[n + m]));
+                let (a, b) = (_mm512_castps_pd(pairs[n]), _mm512_castps_pd(pairs[n + 2]));
+                let (c, d) = (_mm512_castps_pd(pairs[n + 1]), _mm512_castps_pd(pairs[n + 3]));
                 (fours[n], fours[n + 1]) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
                 (fours[n + 2], fours[n + 3]) = (_mm512_unpacklo_pd(c, d), _mm512_unpackhi_pd(c, d));
             }
             for c in 0..4 {
-                let [a, b, x, y] = [0, 4, 8, 12].map(|g| _mm512_castpd_ps(fours[g + c]));
+                let (a, b) = (_mm512_castpd_ps(fours[c]), _mm512_castpd_ps(fours[4 + c]));
+                let (x, y) = (_mm512_castpd_ps(fours[8 + c]), _mm512_castpd_ps(fours[12 + c]));
                 let (low, high) = (_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xEE>(a, b));
                 let (low_2, high_2) = (_mm512_shuffle_f32x4::<0x44>(x, y), _mm512_shuffle_f32x4::<0xEE>(x, y));
                 _mm512_storeu_ps(dst.add(c * dst_stride), _mm512_shuffle_f32x4::<0x88>(low, low_2));
