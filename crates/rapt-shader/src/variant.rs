@@ -63,7 +63,7 @@ impl Algorithm {
         }
     }
 
-    /// `generic`: three tiles, the attended keys, and a word. `forward`: tiles, weights, attended keys, where rows lie, and a word. `decode`: queries,
+    /// `generic`: three tiles, the attended keys, and a word. `forward`: tiles (of q and k, or of v with weights), attended keys, where rows lie, and three words. `decode`: queries,
     /// sums, maxima, weights, attended keys, and a word. `combine`: of each split factors, sums and flags, of eight sums and flags; shares.
     pub(crate) fn tiles(self) -> Tiles {
         match self {

@@ -11,17 +11,17 @@
 // 128 threads. Columns go by pairs, of which 16-bit elements that lie side by side are one word (`column_of`). Of q·k: 16 slots of 8 lanes; a lane
 // has pairs lane, lane + 8, … ($i) of keys slot, slot + 16, slot + 32, slot + 48 ($n). Of scores: thread a·64 + key has that key and the a-th
 // four rows. Of p·v: 4 slices of 32 threads; a thread has pair tx of each 32 ($h) of every fourth key, 8 of them at once (two, $q, of four, $n). Rows are four in
-// the components of a vector, and one or two vectors ($a).
+// the components of a vector, and one or two vectors ($a); or one, a number: `Each` is either.
 //
 // The floor is a read of k and v. So 16 pairs of the one and 16 of the other are always on their way: those of v while s and p are computed, the next of
 // each while one is multiplied. No branch stands between two loads (keys and columns past the last are those of the last, and weigh
 // nothing), and whether a number is not finite is asked once for a block: then its sums are formed anew, without those. Beside memory, for each element of
 // 16 bits:
-//   multiply-adds                        4 or 8
+//   multiply-adds                        4 or 8; of one row 1
 //   integers                             1.5 to see that it is finite, 5.5 to widen it (bfloat16: 1)
 //   workgroup memory                     16 bytes, a quarter of a vector for each four rows
 //   barriers                             4 or 6 in a block of 64 keys
-//   workgroup memory of a workgroup      10884 + 5120 for each four rows: 16004 or 21124 bytes
+//   workgroup memory of a workgroup      10884 + 5120 for each four rows: 16004 or 21124 bytes; of one row 4388
 //   registers of a thread                16 or 32 s, then sums of p·v; 16 or 32 acc_o, 32 numbers of k or v, 32 words on their way, and some 50 beside
 //
 // The split of the keys follows from their number alone, and the order of all sums is fixed: the bits of a row depend neither on its
