@@ -135,8 +135,8 @@ impl<S: Simd, const V: usize> Part<S> for ReadTile<'_, S, V> {
                     let first = mask.at([rows[0].batch, rows[0].head, rows[0].i, j0]);
                     return match (mask.dtype, size_of::<S::Elem>()) {
                         (DType::F32, 4) | (DType::F64, 8) => spread_biases::<S, Own, V>(first, n, mask.dtype, bias),
-                        (DType::F16, 4) => spread_biases::<S, Halves, V>(first, n, mask.dtype, bias),
-                        (DType::BF16, 4) => spread_biases::<S, Brains, V>(first, n, mask.dtype, bias),
+                        (DType::F16, 4) if BY_VECTORS => spread_biases::<S, Halves, V>(first, n, mask.dtype, bias),
+                        (DType::BF16, 4) if BY_VECTORS => spread_biases::<S, Brains, V>(first, n, mask.dtype, bias),
                         _ => spread_biases::<S, Others, V>(first, n, mask.dtype, bias),
                     };
                 }
@@ -174,8 +174,8 @@ impl<S: Simd, const V: usize> Part<S> for ReadTile<'_, S, V> {
                 // By dtype here, not at each load.
                 return match (mask.dtype, size_of::<S::Elem>()) {
                     (DType::F32, 4) | (DType::F64, 8) => turn_biases::<S, Own, V>(&lanes, n, mask.dtype, bias),
-                    (DType::F16, 4) => turn_biases::<S, Halves, V>(&lanes, n, mask.dtype, bias),
-                    (DType::BF16, 4) => turn_biases::<S, Brains, V>(&lanes, n, mask.dtype, bias),
+                    (DType::F16, 4) if BY_VECTORS => turn_biases::<S, Halves, V>(&lanes, n, mask.dtype, bias),
+                    (DType::BF16, 4) if BY_VECTORS => turn_biases::<S, Brains, V>(&lanes, n, mask.dtype, bias),
                     _ => turn_biases::<S, Others, V>(&lanes, n, mask.dtype, bias),
                 };
             }
@@ -289,6 +289,9 @@ unsafe fn turn_bools<S: Simd, const V: usize>(
         unsafe { S::transpose_bytes(rows, turned.as_mut_ptr().cast::<u8>().add(lane), MAX_WIDTH) };
     }
 }
+
+/// Whether 16-bit biases are loaded as vectors: a module for browsers is to be small.
+const BY_VECTORS: bool = !cfg!(target_arch = "wasm32");
 
 /// How a vector of biases of consecutive keys is loaded.
 trait LoadBiases<S: Simd> {
