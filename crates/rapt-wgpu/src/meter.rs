@@ -143,7 +143,7 @@ fn least(seconds: &[f64]) -> f64 {
 }
 
 impl Gpu {
-    /// Submits `plan` in `runs` submissions of so many launches, one behind another, and says how long a launch of each run took by the device's clock, when
+    /// Submits `plan` in `runs` submissions of so many launches (at least one), one behind another, and says how long a launch of each run took by the device's clock, when
     /// all have ended.
     ///
     /// # Errors
@@ -159,7 +159,7 @@ impl Gpu {
         let operands = Operands::check(tensors.views(self.device())?, plan.spec())?;
         let open = self.opened()?;
         let on = |error: GpuError| error.on(self.device());
-        let clock = Clock::new(&open, runs).map_err(on)?;
+        let (clock, launches) = (Clock::new(&open, runs).map_err(on)?, launches.max(1));
         for run in 0..runs {
             submit(&open, launch, &operands, plan.spec(), tensors, Some(&clock.timer(run, launches)))?;
         }

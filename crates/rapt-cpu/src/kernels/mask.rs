@@ -133,12 +133,7 @@ impl<S: Simd, const V: usize> Part<S> for ReadTile<'_, S, V> {
                 }
                 if mask.dtype != DType::Bool && mask.strides[3] == 1 && n >= S::LANES {
                     let first = mask.at([rows[0].batch, rows[0].head, rows[0].i, j0]);
-                    return match (mask.dtype, size_of::<S::Elem>()) {
-                        (DType::F32, 4) | (DType::F64, 8) => spread_biases::<S, Own, V>(first, n, mask.dtype, bias),
-                        (DType::F16, 4) if BY_VECTORS => spread_biases::<S, Halves, V>(first, n, mask.dtype, bias),
-                        (DType::BF16, 4) if BY_VECTORS => spread_biases::<S, Brains, V>(first, n, mask.dtype, bias),
-                        _ => spread_biases::<S, Others, V>(first, n, mask.dtype, bias),
-                    };
+                    return biases::<S, V>(Begin::All(first), n, mask.dtype, bias);
                 }
                 let effect = read_row(mask, rows[0], (j0, n), bias, width);
                 for j in 0..n {
@@ -171,13 +166,7 @@ impl<S: Simd, const V: usize> Part<S> for ReadTile<'_, S, V> {
                     return effect;
                 }
             } else if neighbours && n >= S::LANES {
-                // By dtype here, not at each load.
-                return match (mask.dtype, size_of::<S::Elem>()) {
-                    (DType::F32, 4) | (DType::F64, 8) => turn_biases::<S, Own, V>(&lanes, n, mask.dtype, bias),
-                    (DType::F16, 4) if BY_VECTORS => turn_biases::<S, Halves, V>(&lanes, n, mask.dtype, bias),
-                    (DType::BF16, 4) if BY_VECTORS => turn_biases::<S, Brains, V>(&lanes, n, mask.dtype, bias),
-                    _ => turn_biases::<S, Others, V>(&lanes, n, mask.dtype, bias),
-                };
+                return biases::<S, V>(Begin::Each(&lanes), n, mask.dtype, bias);
             }
             let mut effect = Effect::NOTHING;
             for lane in 0..width {
@@ -290,61 +279,75 @@ unsafe fn turn_bools<S: Simd, const V: usize>(
     }
 }
 
+/// Where the biases of a tile's lanes begin: one place for all of them, or one for each.
+#[derive(Clone, Copy)]
+enum Begin<'a> {
+    All(*const u8),
+    Each(&'a [*const u8; MAX_WIDTH]),
+}
+
+/// How a vector of biases of consecutive keys is loaded: in the accumulation dtype, in float16, in bfloat16, or one by one.
+const OWN: u8 = 0;
+const HALVES: u8 = 1;
+const BRAINS: u8 = 2;
+const OTHERS: u8 = 3;
+
 /// Whether 16-bit biases are loaded as vectors: a module for browsers is to be small.
 const BY_VECTORS: bool = !cfg!(target_arch = "wasm32");
 
-/// How a vector of biases of consecutive keys is loaded.
-trait LoadBiases<S: Simd> {
-    unsafe fn load(dtype: DType, ptr: *const u8) -> S::V;
-}
-
-/// Biases in the accumulation dtype, in float16, in bfloat16, and in any other.
-struct Own;
-struct Halves;
-struct Brains;
-struct Others;
-
-impl<S: Simd> LoadBiases<S> for Own {
-    #[inline(always)]
-    unsafe fn load(_: DType, ptr: *const u8) -> S::V {
-        // SAFETY: the caller vouches for LANES elements.
-        unsafe { S::load(ptr.cast()) }
+/// Biases of `n` keys, at least a vector, to `bias[key][lane]`. Their dtype is asked here, and not at each load.
+#[inline(always)]
+unsafe fn biases<S: Simd, const V: usize>(begin: Begin<'_>, n: usize, dtype: DType, bias: *mut S::Elem) -> Effect {
+    // SAFETY: as of the caller.
+    unsafe {
+        match (dtype, size_of::<S::Elem>()) {
+            (DType::F32, 4) | (DType::F64, 8) => biases_of::<S, OWN, V>(begin, n, dtype, bias),
+            (DType::F16, 4) if BY_VECTORS => biases_of::<S, HALVES, V>(begin, n, dtype, bias),
+            (DType::BF16, 4) if BY_VECTORS => biases_of::<S, BRAINS, V>(begin, n, dtype, bias),
+            _ => biases_of::<S, OTHERS, V>(begin, n, dtype, bias),
+        }
     }
 }
 
-impl<S: Simd> LoadBiases<S> for Halves {
-    #[inline(always)]
-    unsafe fn load(_: DType, ptr: *const u8) -> S::V {
-        // SAFETY: as above.
-        unsafe { S::load_f16(ptr.cast()) }
+#[inline(always)]
+unsafe fn biases_of<S: Simd, const KIND: u8, const V: usize>(
+    begin: Begin<'_>,
+    n: usize,
+    dtype: DType,
+    bias: *mut S::Elem,
+) -> Effect {
+    // SAFETY: as of the caller.
+    unsafe {
+        match begin {
+            Begin::All(first) => spread_biases::<S, KIND, V>(first, n, dtype, bias),
+            Begin::Each(lanes) => turn_biases::<S, KIND, V>(lanes, n, dtype, bias),
+        }
     }
 }
 
-impl<S: Simd> LoadBiases<S> for Brains {
-    #[inline(always)]
-    unsafe fn load(_: DType, ptr: *const u8) -> S::V {
-        // SAFETY: as above.
-        unsafe { S::load_bf16(ptr.cast()) }
-    }
-}
-
-impl<S: Simd> LoadBiases<S> for Others {
-    #[inline(always)]
-    unsafe fn load(dtype: DType, ptr: *const u8) -> S::V {
-        let mut x = [S::Elem::ZERO; MAX_LANES];
-        // SAFETY: as above.
-        unsafe {
-            for (lane, x) in x.iter_mut().enumerate().take(S::LANES) {
-                *x = S::Elem::load_as(dtype, ptr.wrapping_add(lane * dtype.size_bytes()));
+/// A vector of biases of consecutive keys.
+#[inline(always)]
+unsafe fn load_biases<S: Simd, const KIND: u8>(dtype: DType, ptr: *const u8) -> S::V {
+    // SAFETY: the caller vouches for LANES elements.
+    unsafe {
+        match KIND {
+            OWN => S::load(ptr.cast()),
+            HALVES => S::load_f16(ptr.cast()),
+            BRAINS => S::load_bf16(ptr.cast()),
+            _ => {
+                let mut x = [S::Elem::ZERO; MAX_LANES];
+                for (lane, x) in x.iter_mut().enumerate().take(S::LANES) {
+                    *x = S::Elem::load_as(dtype, ptr.wrapping_add(lane * dtype.size_bytes()));
+                }
+                S::load(x.as_ptr())
             }
-            S::load(x.as_ptr())
         }
     }
 }
 
 /// Biases of `n` keys from `first` on, the same for every lane.
 #[inline(always)]
-unsafe fn spread_biases<S: Simd, L: LoadBiases<S>, const V: usize>(
+unsafe fn spread_biases<S: Simd, const KIND: u8, const V: usize>(
     first: *const u8,
     n: usize,
     dtype: DType,
@@ -358,7 +361,7 @@ unsafe fn spread_biases<S: Simd, L: LoadBiases<S>, const V: usize>(
         // How many are −inf, and how many 0.
         let (mut masked, mut nothing) = (zero, zero);
         for j in squares(n, S::LANES) {
-            let x = L::load(dtype, first.wrapping_add(j * dtype.size_bytes()));
+            let x = load_biases::<S, KIND>(dtype, first.wrapping_add(j * dtype.size_bytes()));
             masked = S::add(masked, S::select(S::eq(x, lowest), one, zero));
             nothing = S::add(nothing, S::select(S::eq(x, zero), one, zero));
             S::store(keys.as_mut_ptr(), x);
@@ -378,7 +381,7 @@ unsafe fn spread_biases<S: Simd, L: LoadBiases<S>, const V: usize>(
 
 /// Biases of `n` keys, square by square, transposed.
 #[inline(always)]
-unsafe fn turn_biases<S: Simd, L: LoadBiases<S>, const V: usize>(
+unsafe fn turn_biases<S: Simd, const KIND: u8, const V: usize>(
     lanes: &[*const u8; MAX_WIDTH],
     n: usize,
     dtype: DType,
@@ -397,7 +400,7 @@ unsafe fn turn_biases<S: Simd, L: LoadBiases<S>, const V: usize>(
                     let from = lanes[v + lane].wrapping_add(j * size);
                     // Rows lie further apart than the processor's own prefetchers follow.
                     S::prefetch(from.wrapping_add(2 * S::LANES * size));
-                    let x = L::load(dtype, from);
+                    let x = load_biases::<S, KIND>(dtype, from);
                     masked = S::add(masked, S::select(S::eq(x, lowest), one, zero));
                     S::store(square.as_mut_ptr().add(lane * S::LANES), x);
                 }

@@ -1,8 +1,8 @@
 // The kernel for many queries: tiles of q, k and v in workgroup memory, products on registers, softmax as keys arrive.
 //
 //   FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1) with the division at the end and not at every block, as FlashAttention-2 has
-//   it (Dao 2023, arXiv:2307.08691, algorithm 1), and with a maximum that follows only where a score is far above it: what is exact of it is that
-//   p, row_sum and lse have the same one. For each block of 64 or 32 rows, and 64 columns of values for each $g:
+//   it (Dao 2023, arXiv:2307.08691, algorithm 1), and with a reference, row_max, that follows the maximum only where a score is far above it: p, row_sum,
+//   acc_o and lse all refer to it, whatever it is. For each block of 64 or 32 rows, and 64 columns of values for each $g:
 //     row_max = lowest; row_sum = 0; acc_o = 0
 //     for each block of 64 keys, from key 0 in steps of 64, whatever the rows
 //       s = q·k                                            summed over head_dim, through tiles of 16 columns
@@ -27,9 +27,6 @@
 // Weights are in workgroup memory for 16 keys at a time, and stay in registers until then: so the kernel runs wherever WebGPU does. An H200 has two
 // workgroups of 64 rows on a multiprocessor, by their registers.
 // Rows of workgroup memory have a vector that is not used: threads that store down a column meet different banks.
-//
-// Tried on an H200 (float32 1,16,1024²,64, 172 µs; driver 580, 2026-11), of no use: tiles of 32 columns or keys, with half as many barriers (171 to 175);
-// loads of four words, tiles by row (174). Not taken: sums of p·v in acc_o itself take 0.95 of the time of 4096² and have four times the error.
 //
 // A line with $a, $n, $g, $c, $t (columns of a tile of q·k, keys of one of p·v), $e or $o (keys, and fours of keys, that a thread loads) stands once for each. Products of a tile are
 // written out, in a loop of one turn: an H200 took 22.1 ms without either, 19.7 written out, and 18.7 so (float32 4,16,4096²,128; 2026-11). Maxima and sums cross threads in one fixed order,

@@ -11,7 +11,7 @@ use crate::host::{Bound, Compiled};
 const MOST_GROUPS: usize = 5;
 
 /// So few blocks that problems of both kinds are small ones.
-const CAPS: Caps = Caps { few_blocks: 3, ..Caps::METAL };
+pub(crate) const CAPS: Caps = Caps { few_blocks: 3, ..Caps::METAL };
 
 /// The answer of whoever compiles.
 pub(crate) type Program = std::result::Result<Arc<Compiled>, String>;
@@ -21,10 +21,19 @@ pub(crate) fn engine(
     kernel: Option<Kernel>,
     compile: impl Fn(&KernelVariant) -> Program,
 ) -> impl FnMut(&Spec, Tensors<'_>) -> Result<(), Error> {
+    engine_with(CAPS, kernel, compile)
+}
+
+/// The same of a device with `caps`.
+pub(crate) fn engine_with(
+    caps: Caps,
+    kernel: Option<Kernel>,
+    compile: impl Fn(&KernelVariant) -> Program,
+) -> impl FnMut(&Spec, Tensors<'_>) -> Result<(), Error> {
     move |spec, tensors| {
         let plan = match kernel {
-            Some(kernel) => select_kernel(spec, &CAPS, kernel)?,
-            None => select(spec, &CAPS)?,
+            Some(kernel) => select_kernel(spec, &caps, kernel)?,
+            None => select(spec, &caps)?,
         };
         let launch = plan.launch_plan::<ShaderLaunch>().expect("a plan of this crate");
         run(spec, launch, &mut Operands::check(tensors, spec)?, &compile)

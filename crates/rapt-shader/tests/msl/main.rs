@@ -10,9 +10,9 @@ mod text;
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 
-use rapt_core::{DType, Error, Kernel, Spec, Tensors};
-use rapt_shader::{KernelVariant, Stores, matrix_variants, variants};
-use rapt_testkit::{Case, Config, MaskCase, conformance, replay};
+use rapt_core::{Causal, DType, Error, Kernel, Spec, Tensors, Window};
+use rapt_shader::{Caps, KernelVariant, Stores, matrix_variants, variants};
+use rapt_testkit::{Case, Config, Data, MaskCase, conformance, replay};
 
 use engine::{Program, engine};
 use host::Arithmetic;
@@ -98,6 +98,34 @@ fn every_kernel_conforms() {
         assert!(texts.iter().any(|text| text.starts_with(kernel)), "{kernel} ran");
     }
     println!("{} texts: {texts:?}", texts.len());
+}
+
+/// A row has its bits whether its block has 32 rows or 64: behind causal and window edges, with maxima that follow, and with poison.
+#[test]
+fn blocks_of_32_and_of_64_rows_give_the_same_bits() {
+    if !host::has_compiler() {
+        return;
+    }
+    let plain = Case { num_kv_heads: 2, head_dim_v: 21, ..Case::plain(DType::F32, [2, 4, 50, 19], 200) };
+    let window = Window { left: Some(70), right: Some(9) };
+    for case in [
+        Case { causal: Some(Causal::BottomRight), data: Data::Rising, ..plain.clone() },
+        Case { window, data: Data::Spike, sinks: Some(DType::F32), poison: true, ..plain.clone() },
+        Case { softcap: Some(2.0), alibi_slopes: Some(DType::F32), data: Data::Huge, ..plain },
+    ] {
+        let of = |few_blocks| {
+            let texts = RefCell::new(BTreeSet::new());
+            let all = naga::outputs(Caps { few_blocks, ..Caps::METAL }, Kernel::Forward, &case, |variant| {
+                texts.borrow_mut().insert(variant.to_string());
+                host::compile(&variant.msl(), variant, Arithmetic::AsWritten)
+            });
+            (all, texts.into_inner())
+        };
+        let ((of_32, texts_of_32), (of_64, texts_of_64)) = (of(1000), of(0));
+        assert!(texts_of_32.iter().all(|text| text.starts_with("forward of 32 rows")), "{texts_of_32:?}");
+        assert!(texts_of_64.iter().all(|text| text.starts_with("forward of 64 rows")), "{texts_of_64:?}");
+        assert!(!of_32.is_empty() && of_32 == of_64, "other bits: {case:?}");
+    }
 }
 
 /// 250 random problems of every dtype on each kernel, and with `fixed` tails of every length up to 70, every placement, and poison.

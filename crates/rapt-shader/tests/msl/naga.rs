@@ -5,10 +5,10 @@ use naga::front::wgsl;
 use naga::proc::{BoundsCheckPolicies, BoundsCheckPolicy};
 use naga::valid::{Capabilities, ValidationFlags, Validator};
 use rapt_core::{Causal, DType, Extent, Kernel, Result, Spec, Tensors, View, Window};
-use rapt_shader::KernelVariant;
+use rapt_shader::{Caps, KernelVariant};
 use rapt_testkit::{Case, MaskCase, Places, replay};
 
-use crate::engine::{Program, engine};
+use crate::engine::{CAPS, Program, engine_with};
 use crate::host::{self, Arithmetic, GROUP, GROUPS};
 
 /// The text of naga for `variant`, as a program of the host.
@@ -69,10 +69,15 @@ fn program(variant: &KernelVariant) -> String {
     program + &host::entry(&statements)
 }
 
-/// The bytes of out and lse behind each run of `compile`'s programs of `kernel` on `case`.
-fn outputs(kernel: Kernel, case: &Case, compile: impl Fn(&KernelVariant) -> Program) -> Vec<Vec<u8>> {
+/// The bytes of out and lse behind each run of `compile`'s programs of `kernel` on `case`, for a device with `caps`.
+pub(crate) fn outputs(
+    caps: Caps,
+    kernel: Kernel,
+    case: &Case,
+    compile: impl Fn(&KernelVariant) -> Program,
+) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
-    let mut engine = engine(Some(kernel), compile);
+    let mut engine = engine_with(caps, Some(kernel), compile);
     let mut recorded = |spec: &Spec, tensors: Tensors<'_>| -> Result<()> {
         let extent = |view: &View<'_>| match view.extent() {
             Extent::Proven { address, len_bytes } => (address, len_bytes),
@@ -116,8 +121,9 @@ fn another_translator_gives_the_same_bits() {
                 ..plain
             },
         ] {
-            let ours = outputs(kernel, &case, |variant| host::compile(&variant.msl(), variant, Arithmetic::AsWritten));
-            let of_naga = outputs(kernel, &case, |variant| host::build(&program(variant), Arithmetic::AsWritten));
+            let ours =
+                outputs(CAPS, kernel, &case, |variant| host::compile(&variant.msl(), variant, Arithmetic::AsWritten));
+            let of_naga = outputs(CAPS, kernel, &case, |variant| host::build(&program(variant), Arithmetic::AsWritten));
             assert!(!ours.is_empty() && ours == of_naga, "{}: other bits", kernel.name());
         }
     }

@@ -307,7 +307,7 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
             return;
         }
         queries::pack::<S, M, T>(problem, base, &tiles[..count]);
-        // Two for each product of a tile.
+        // One for each of the two products that scores and what arrives at them take, chunk by chunk.
         let shares = 2 * count * n.div_ceil(M::FORM.keys_at_a_time);
         let mut next = NextRows::new(problem, keys.task, r1, shares);
         for (t, tile) in tiles.iter().flatten().enumerate() {
