@@ -214,6 +214,30 @@ fn sequences_over_codes_one_after_another_have_the_kernel_of_each_alone() {
 }
 
 #[test]
+fn chunks_of_codes_grow_with_the_keys_and_sooner_where_a_byte_holds_two() {
+    for (kv_len, bytes, halves) in [
+        (1, 1024, 1024),
+        (8191, 1024, 1024),
+        (8192, 1024, 2048),
+        (16_383, 1024, 2048),
+        (16_384, 2048, 2048),
+        (65_535, 2048, 2048),
+        (65_536, 4096, 4096),
+    ] {
+        for (arch, heads) in [(Arch::Sm80, 1), (Arch::Sm90a, 1), (Arch::Sm90a, 64)] {
+            for (format, chunk) in
+                [(Format::Int8, bytes), (Format::Mxfp8, bytes), (Format::Int4, halves), (Format::Nvfp4, halves)]
+            {
+                let spec =
+                    spec_of_codes(DType::BF16, [heads, 1, kv_len, 64], format, Granularity::Token, &Options::default());
+                let plan = select(&spec, &caps(arch)).unwrap();
+                assert_eq!(plan.num_splits(), kv_len.div_ceil(chunk), "{arch:?} {format} {kv_len}");
+            }
+        }
+    }
+}
+
+#[test]
 fn strides_of_codes_choose_the_loads_and_nothing_else() {
     let of = |q_len: usize, step: isize, address: usize, format: Format| {
         let (device, extent) = (Device::Cuda(0), rapt_core::Extent::Declared);

@@ -40,9 +40,21 @@ pub(super) fn chunk_rule(variant: &KernelVariant) -> ChunkRule {
         Algorithm::Decode => CHUNKS,
         // Each chunk handed over costs its block, and more where instructions are the limit; but few heads leave multiprocessors idle
         // (16 × 8 heads, 8192 keys of int8: 77 µs by 1024 and 72 by 2048; 32 heads, 4096 keys: 17 and 36; H200, 2026-11).
-        Algorithm::DecodeCodes => ChunkRule { keys: CHUNKS.keys.map(|keys| 2 * keys), ..CHUNKS },
+        Algorithm::DecodeCodes => {
+            let keys = CHUNKS.keys.map(|keys| 2 * keys);
+            let [long, longer] = CHUNKS.long_from;
+            // Two codes in a byte: as many bytes to a chunk as otherwise, and half as many chunks from 8192 keys on (int4 49.5 and 41.7 µs
+            // with 16 × 8 heads, 22.4 and 20.1 with 4 × 8, 11.8 and 15.3 with 8; nvfp4 65.3 and 58.9, 26.7 and 25.1, 13.8 and 19.7).
+            let is_packed = matches!(variant.codes, Codes::Tiles { k, v } if are_packed(k, v));
+            ChunkRule { keys, long_from: [if is_packed { long / 2 } else { long }, longer] }
+        }
         _ => GENERIC_CHUNKS,
     }
+}
+
+/// Whether a byte holds two codes of K, and two of V.
+fn are_packed(k: TileCodes, v: TileCodes) -> bool {
+    k.kind.per_byte() == 2 && v.kind.per_byte() == 2
 }
 
 /// The variant of decode.cu, with as deep a ring as leaves its place on a multiprocessor.
@@ -113,7 +125,7 @@ pub(super) fn over_codes(spec: &Spec, caps: &Caps, rows: usize) -> Option<Kernel
     let fits = |variant: &KernelVariant| variant.shared_bytes() <= most.min(caps.shared_bytes);
     // The tile is the bits': it follows from dims, rows and formats alone, but for the largest on the smallest devices. Where two
     // codes are in a byte instructions are the limit, and a larger tile has fewer of them for a key.
-    let is_packed = k.kind.per_byte() == 2 && v.kind.per_byte() == 2 && block_m < DECODE_BLOCK_M;
+    let is_packed = are_packed(k, v) && block_m < DECODE_BLOCK_M;
     let tiles: &[(u32, u32)] = match dims.0 + dims.1 {
         ..=256 if is_packed => &[(64, 4), (64, 3), (64, 2), (32, 3), (32, 2), (32, 1)],
         ..=256 => &[(32, 4), (32, 3), (32, 2), (32, 1)],
