@@ -46,8 +46,12 @@ pub(crate) struct Item {
 pub(crate) enum Order {
     /// Task by task.
     Tasks,
-    /// The last chunks of all tasks first: under a causal mask the last rows see the most keys, so threads end together.
-    LastRows,
+    /// Task by task, of each the last chunk first: under a causal mask the last rows see the most keys. The last chunks of the last tasks
+    /// come before their other chunks, so that threads end together.
+    LastRows {
+        /// So many tasks at the end.
+        last_tasks: usize,
+    },
     /// The same chunk of all tasks of one batch index in turn. Where the rows of all heads lie between one key and the next,
     /// tasks that follow one another read the same pages.
     Heads {
@@ -75,7 +79,14 @@ impl Partition {
         let chunks = self.chunks;
         match self.order {
             Order::Tasks => Item { task: n / chunks, chunk: n % chunks },
-            Order::LastRows => Item { task: n % self.tasks, chunk: chunks - 1 - n / self.tasks },
+            Order::LastRows { last_tasks } => {
+                let first = self.tasks - last_tasks;
+                let (task, chunk) = match n.checked_sub(first * chunks) {
+                    None => (n / chunks, n % chunks),
+                    Some(rest) => (first + rest % last_tasks, rest / last_tasks),
+                };
+                Item { task, chunk: chunks - 1 - chunk }
+            }
             Order::Heads { tasks } => {
                 let (batch, rest) = (n / (tasks * chunks), n % (tasks * chunks));
                 Item { task: batch * tasks + rest % tasks, chunk: rest / tasks }

@@ -11,8 +11,9 @@ use partition::{Order, Partition};
 #[test]
 fn every_order_deals_each_item_once() {
     for (batch, heads, chunks) in [(1, 1, 1), (2, 3, 4), (3, 1, 5), (1, 7, 1)] {
-        let tasks = batch * heads;
-        for order in [Order::Tasks, Order::LastRows, Order::Heads { tasks: heads }] {
+        let tasks: usize = batch * heads;
+        let last = [1, tasks.div_ceil(2), tasks].map(|last_tasks| Order::LastRows { last_tasks });
+        for order in [Order::Tasks, Order::Heads { tasks: heads }].into_iter().chain(last) {
             let partition = Partition {
                 tasks,
                 heads: 1,

@@ -191,7 +191,7 @@ fn forward_partition(
         rows,
         chunk_rows,
         chunks: rows.div_ceil(chunk_rows),
-        order: if spec.causal.is_some() { Order::LastRows } else { Order::Tasks },
+        order: order(spec, tasks, threads),
         block_n: forward_block(spec, shape.rows, tile.block_n),
         narrow: tile.narrow,
         pv_keys: 0,
@@ -199,6 +199,11 @@ fn forward_partition(
         k_in_place: ((k_is_whole && as_summed) || paired) && !k_apart && !in_pages,
         v_in_place: v_is_whole && as_summed && !v_apart && !in_pages,
     }
+}
+
+/// The order of items of so many tasks: as many tasks at the end as there are threads keep all of them busy.
+fn order(spec: &Spec, tasks: usize, threads: usize) -> Order {
+    if spec.causal.is_some() { Order::LastRows { last_tasks: tasks.min(threads.max(1)) } } else { Order::Tasks }
 }
 
 /// Rows of an item of int8, where there are items enough for all threads.
@@ -215,7 +220,7 @@ fn int8_partition(spec: &Spec, key: &KernelKey, threads: usize) -> Partition {
         rows,
         chunk_rows,
         chunks: rows.div_ceil(chunk_rows),
-        order: if spec.causal.is_some() { Order::LastRows } else { Order::Tasks },
+        order: order(spec, tasks, threads),
         block_n: INT8_BLOCK,
         narrow: true,
         pv_keys: 0,
