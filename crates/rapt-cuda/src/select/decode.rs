@@ -43,8 +43,9 @@ pub(super) fn chunk_rule(variant: &KernelVariant) -> ChunkRule {
         Algorithm::DecodeCodes => {
             let keys = CHUNKS.keys.map(|keys| 2 * keys);
             let [long, longer] = CHUNKS.long_from;
-            // Two codes in a byte: as many bytes to a chunk as otherwise, and half as many chunks from 8192 keys on (int4 49.5 and 41.7 µs
-            // with 16 × 8 heads, 22.4 and 20.1 with 4 × 8, 11.8 and 15.3 with 8; nvfp4 65.3 and 58.9, 26.7 and 25.1, 13.8 and 19.7).
+            // Two codes in a byte: half as many chunks from 8192 keys on, of as many bytes as otherwise (8192 keys by 1024 and by 2048, µs:
+            // int4 49.5 and 41.7 with 16 × 8 heads, 22.4 and 20.1 with 4 × 8, 11.8 and 15.3 with 8; nvfp4 65.3 and 58.9, 26.7 and 25.1,
+            // 13.8 and 19.7; H200, 2026-11).
             let is_packed = matches!(variant.codes, Codes::Tiles { k, v } if are_packed(k, v));
             ChunkRule { keys, long_from: [if is_packed { long / 2 } else { long }, longer] }
         }
