@@ -377,6 +377,8 @@ pub(crate) struct BackwardProblem {
     /// The first task of the wave, and how many there are.
     pub(crate) first_task: usize,
     pub(crate) wave_tasks: usize,
+    /// How many threads take turns.
+    pub(crate) threads: usize,
 }
 
 // SAFETY: inputs are only read, and items write disjoint parts of the gradients, the states and the partial sums.
@@ -438,6 +440,7 @@ impl BackwardProblem {
                 .collect(),
             first_task: 0,
             wave_tasks: 0,
+            threads: 1,
         }
     }
 

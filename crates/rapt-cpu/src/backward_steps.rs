@@ -44,6 +44,7 @@ pub(crate) fn run(
         for segment in wave {
             let problem = &mut jobs[segment.job].problem;
             (problem.first_task, problem.wave_tasks) = (segment.first, segment.tasks);
+            problem.threads = pool.threads;
             problem.partials = partials.0.wrapping_add(segment.partials_at);
         }
         let items = |of: fn(&BackwardProblem) -> usize| -> Vec<usize> {

@@ -41,6 +41,13 @@ pub(crate) struct Item {
     pub(crate) chunk: usize,
 }
 
+/// An item, and the one that its thread takes after it if all threads take turns. Which it is touches no bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Turn {
+    pub(crate) item: Item,
+    pub(crate) next: Option<Item>,
+}
+
 /// The order in which the next free thread gets the next item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
@@ -72,6 +79,18 @@ impl Partition {
     /// Items of all tasks.
     pub(crate) fn items(&self) -> usize {
         self.tasks.saturating_mul(self.chunks)
+    }
+
+    /// The rows of an item of forward: the first, and the one behind the last.
+    pub(crate) fn rows_of(&self, item: Item) -> (usize, usize) {
+        let first = item.chunk * self.chunk_rows;
+        (first, self.rows.min(first + self.chunk_rows))
+    }
+
+    /// Item number `n` where `threads` threads take turns.
+    pub(crate) fn turn(&self, n: usize, threads: usize) -> Turn {
+        let next = n + threads;
+        Turn { item: self.item(n), next: (next < self.items()).then(|| self.item(next)) }
     }
 
     /// Item number `n`, each of `0..items` once.

@@ -446,6 +446,15 @@ impl Problem {
         self.rows().row(origin, r)
     }
 
+    /// The runs of consecutive queries of one head among rows `r0..r1` of a task: the first of each, and how many there are.
+    pub(crate) fn runs_of(
+        &self,
+        origin: (usize, usize),
+        rows: (usize, usize),
+    ) -> impl Iterator<Item = (Row, usize)> + use<> {
+        self.rows().runs_of(origin, rows)
+    }
+
     /// The smallest run of keys that holds every key seen by rows `r0..r1`.
     pub(crate) fn keys_of_rows(&self, r0: usize, r1: usize) -> (usize, usize) {
         self.rows().keys_of_rows(r0, r1)

@@ -9,7 +9,7 @@ use crate::arch::{Entry, row_reader};
 use crate::caps::available;
 use crate::kernels::simd::Real;
 use crate::launch::{CpuLaunch, Steps};
-use crate::partition::Item;
+use crate::partition::{Item, Turn};
 use crate::problem::{Output, Problem};
 use crate::select;
 
@@ -70,17 +70,17 @@ pub fn run_heads(
         is_chosen(batch, head)
     };
     pool.deal(partition.items(), |n, scratch| {
-        let item = partition.item(n);
-        if is_asked(item.task) {
+        let turn = partition.turn(n, launch.threads);
+        if is_asked(turn.item.task) {
             // SAFETY: the entry is of an instruction set that this machine has; each item has rows, or partial rows, of its own.
-            unsafe { main(&problem, item, scratch) }
+            unsafe { main(&problem, turn, scratch) }
         }
     })?;
     if let Some(combine) = combine {
         pool.deal(partition.tasks, |task, scratch| {
             if is_asked(task) {
                 // SAFETY: as above; every chunk is written.
-                unsafe { combine(&problem, Item { task, chunk: 0 }, scratch) }
+                unsafe { combine(&problem, Turn { item: Item { task, chunk: 0 }, next: None }, scratch) }
             }
         })?;
     }
@@ -174,15 +174,15 @@ impl<'a> Batch<'a> {
         };
         pool.deal(items, |n, scratch| {
             let (job, n) = of(n, |job| job.items_before);
-            let item = job.steps.decisions.partition.item(n);
+            let turn = job.steps.decisions.partition.turn(n, threads);
             // SAFETY: as in `run`; each job has partial rows of its own.
-            unsafe { (job.main)(&job.problem, item, scratch) }
+            unsafe { (job.main)(&job.problem, turn, scratch) }
         })?;
         pool.deal(tasks, |n, scratch| {
             let (job, task) = of(n, |job| job.tasks_before);
             if let Some(combine) = job.combine {
                 // SAFETY: as above; every chunk is written.
-                unsafe { combine(&job.problem, Item { task, chunk: 0 }, scratch) }
+                unsafe { combine(&job.problem, Turn { item: Item { task, chunk: 0 }, next: None }, scratch) }
             }
         })
     }

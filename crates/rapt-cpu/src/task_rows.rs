@@ -29,7 +29,7 @@ impl TaskRows {
     }
 
     /// The runs of consecutive queries of one head among rows `r0..r1`: first row, and queries `i0..i1`.
-    fn runs(&self, r0: usize, r1: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+    fn runs(&self, r0: usize, r1: usize) -> impl Iterator<Item = (usize, usize, usize)> + use<> {
         let (mut r, q_len) = (r0, self.q_len);
         std::iter::from_fn(move || {
             if r >= r1 {
@@ -41,6 +41,15 @@ impl TaskRows {
             r += i1 - i0;
             Some(run)
         })
+    }
+
+    /// The first query of each of these runs in a task that begins with this batch and head, and how many queries it has.
+    pub(crate) fn runs_of(
+        self,
+        origin: (usize, usize),
+        (r0, r1): (usize, usize),
+    ) -> impl Iterator<Item = (Row, usize)> {
+        self.runs(r0, r1).map(move |(r, i0, i1)| (self.row(origin, r), i1 - i0))
     }
 
     /// The smallest run of keys that holds every key seen by rows `r0..r1`.

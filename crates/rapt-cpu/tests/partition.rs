@@ -34,6 +34,11 @@ fn every_order_deals_each_item_once() {
                 .map(|item| (item.task, item.chunk))
                 .collect();
             assert_eq!(items.len(), tasks * chunks, "{order:?}");
+            for (n, threads) in (0..partition.items()).flat_map(|n| [(n, 1), (n, 2), (n, 64)]) {
+                let turn = partition.turn(n, threads);
+                let next = (n + threads < partition.items()).then(|| partition.item(n + threads));
+                assert_eq!((turn.item, turn.next), (partition.item(n), next), "{order:?}");
+            }
         }
     }
 }

@@ -109,11 +109,11 @@ use crate::kernels::simd::{Simd, Storage};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::tiled::{TILE_KEYS, Tiled};
 use crate::kernels::{backward, combine, decode, forward, rounds};
-use crate::partition::Item;
+use crate::partition::Turn;
 use crate::problem::{Problem, ReadRows, Reading, RowKind, RowReader};
 
 /// Computes one item of a problem in scratch memory of the plan's size per thread.
-pub(crate) type Entry = unsafe fn(&Problem, Item, *mut u8);
+pub(crate) type Entry = unsafe fn(&Problem, Turn, *mut u8);
 
 /// A pointer that the compiler takes as it is.
 #[cfg(target_arch = "x86_64")]
@@ -187,11 +187,11 @@ fn avx512_bf16_entry(step: Step, storage: DType) -> Option<Entry> {
 #[cfg(target_arch = "x86_64")]
 fn amx_entry(step: Step, storage: DType) -> Option<Entry> {
     /// Forward while this thread has tiles.
-    unsafe fn forward<T: Numbers<avx512::Avx512F32>>(problem: &Problem, item: Item, memory: *mut u8) {
+    unsafe fn forward<T: Numbers<avx512::Avx512F32>>(problem: &Problem, turn: Turn, memory: *mut u8) {
         // SAFETY: the unit was detected before this entry was reached; the rest is the caller's promise.
         unsafe {
             let _tiles = amx::Tiles::new();
-            forward::item::<avx512::Avx512F32, T, Tiled<T>>(problem, item, memory);
+            forward::item::<avx512::Avx512F32, T, Tiled<T>>(problem, turn, memory);
         }
     }
     match storage {

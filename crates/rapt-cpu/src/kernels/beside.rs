@@ -8,7 +8,11 @@
 //! between, at a time. One of float32 is 38 instructions and 384 cycles. Deliberately absent: the model, and other forms than two by two;
 //! they are multiplied at once.
 
+use std::marker::PhantomData;
+
 use super::blocks::Beside;
+use super::next_rows::NextRows;
+use super::simd::Simd;
 use crate::arch::amx::{InMemory, Operands, Parts, SIDE, Unit, begin, end, multiply, step, unit};
 
 /// `rows` rows of tiles times one or two columns.
@@ -29,7 +33,7 @@ pub(super) unsafe fn rows_of_tiles(rows: usize, queries: usize, all: Operands) {
 }
 
 /// Products that are not formed yet, the sums of each of its own.
-pub(crate) struct Queue {
+pub(crate) struct Queue<S> {
     /// Pairs of rows of tiles, each to be multiplied as the operands say of the first.
     products: [(usize, Operands); 2],
     /// Those that were not begun.
@@ -43,6 +47,9 @@ pub(crate) struct Queue {
     steps: usize,
     left: usize,
     due: usize,
+    /// What is asked for at each step.
+    next: *mut NextRows,
+    vectors: PhantomData<S>,
 }
 
 const NONE: Operands = {
@@ -51,9 +58,21 @@ const NONE: Operands = {
     Operands { a: at, b: at, c, steps: 0, parts: Parts::Whole, from_zero: true }
 };
 
-impl Queue {
-    pub(crate) fn new() -> Queue {
-        Queue { products: [(0, NONE); 2], waiting: 0, now: NONE, at: 0, pairs: 0, steps: 0, left: 0, due: 0 }
+impl<S: Simd> Queue<S> {
+    /// Of none, while what follows is asked for.
+    pub(crate) fn new(next: *mut NextRows) -> Self {
+        Queue {
+            products: [(0, NONE); 2],
+            waiting: 0,
+            now: NONE,
+            at: 0,
+            pairs: 0,
+            steps: 0,
+            left: 0,
+            due: 0,
+            next,
+            vectors: PhantomData,
+        }
     }
 
     /// Adds a product of `rows` rows of tiles and `queries` columns, the last of two that is added being the first that is formed.
@@ -85,7 +104,10 @@ impl Queue {
             unsafe { begin::<2, 2>(&self.now) };
         }
         // SAFETY: as above.
-        unsafe { step::<2, 2>(&self.now, self.at) };
+        unsafe {
+            (*self.next).ask::<S>();
+            step::<2, 2>(&self.now, self.at);
+        }
         self.left -= 1;
         self.at += 1;
         if self.at == self.now.steps {
@@ -98,7 +120,7 @@ impl Queue {
     }
 }
 
-impl Beside for Queue {
+impl<S: Simd> Beside for Queue<S> {
     #[inline(always)]
     unsafe fn go_on(&mut self, parts: usize, all: usize) {
         self.due += parts * self.steps;

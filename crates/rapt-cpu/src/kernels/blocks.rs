@@ -8,6 +8,7 @@
 use std::marker::PhantomData;
 
 use super::matmul::{Broadcast, Factors, Matmul, MatmulSelecting, Onto};
+use super::next_rows::NextRows;
 use super::products::{Products, Single};
 use super::simd::{Part, Real, Simd};
 use crate::problem::{Problem, Row, Source};
@@ -89,6 +90,8 @@ pub(crate) struct KeyProduct<E> {
     pub(crate) k: Rows<E>,
     pub(crate) q_t: *const E,
     pub(crate) s: *mut E,
+    /// What is asked for meanwhile.
+    pub(crate) next: *mut NextRows,
 }
 
 /// The values of a tile's keys, and their weights.
@@ -106,6 +109,8 @@ pub(crate) struct ValueProduct<'a, S: Simd, const V: usize> {
     pub(crate) factors: [S::V; V],
     /// The block that `v` is a part of, where a key may have a weight of [`Real::MASKED`].
     pub(crate) masked: Option<&'a mut Values<S::Elem>>,
+    /// What is asked for meanwhile.
+    pub(crate) next: *mut NextRows,
 }
 
 /// Scores of a tile that are computed again, since a row of q or of k has a number that its lanes do not hold (`parts`).
@@ -149,6 +154,10 @@ pub(crate) trait BlockProducts<S: Simd>: Products<S> {
     const OVERLAPS: bool = false;
     /// What forms them.
     type Beside: Beside;
+    /// How often [`NextRows::ask`] is called while the two products of a tile of queries are formed.
+    fn asks(keys: usize, dim: usize, dim_v: usize) -> usize {
+        keys.div_ceil(S::ROWS) * dim.div_ceil(Self::STEPS * QK_RUN) + dim_v.div_ceil(S::ROWS)
+    }
     /// From one key to the next in a panel of K, in lanes.
     fn key_lanes(dim: usize) -> usize {
         dim.div_ceil(Self::STEPS)
@@ -197,7 +206,7 @@ pub(super) unsafe fn by_rows<S: Simd, M: Products<S>, const V: usize>(
 }
 
 unsafe fn keys_by_rows<S: Simd, M: Products<S>, const V: usize>(product: KeyProduct<S::Elem>) {
-    let KeyProduct { keys, dim, k, q_t, s } = product;
+    let KeyProduct { keys, dim, k, q_t, s, next } = product;
     let lanes = dim.div_ceil(M::STEPS);
     for d in (0..lanes).step_by(QK_RUN) {
         let run = QK_RUN.min(lanes - d);
@@ -206,16 +215,16 @@ unsafe fn keys_by_rows<S: Simd, M: Products<S>, const V: usize>(product: KeyProd
         let onto = if d == 0 { Onto::Nothing } else { Onto::Sum };
         // SAFETY: promised by the caller.
         unsafe {
-            M::apart(Matmul::<S, M, V, false>(Factors { rows: keys, n: run, x, b, y: s, onto }, PhantomData));
+            M::apart(Matmul::<S, M, V, false>(Factors { rows: keys, n: run, x, b, y: s, onto, next }, PhantomData));
         }
     }
 }
 
 unsafe fn values_by_rows<S: Simd, M: Products<S>, const V: usize>(product: ValueProduct<'_, S, V>) {
-    let ValueProduct { keys, dim, v, p, acc_o, factors, masked, .. } = product;
+    let ValueProduct { keys, dim, v, p, acc_o, factors, masked, next, .. } = product;
     let b = Broadcast { ptr: v.ptr, row: 1, step: v.stride };
     let onto = Onto::Rescaled(factors);
-    let product = Factors { rows: dim, n: keys.div_ceil(M::STEPS), x: p.cast_const(), b, y: acc_o, onto };
+    let product = Factors { rows: dim, n: keys.div_ceil(M::STEPS), x: p.cast_const(), b, y: acc_o, onto, next };
     // SAFETY: promised by the caller.
     unsafe {
         if masked.is_none_or(|block| is_finite::<S, M>(block)) {

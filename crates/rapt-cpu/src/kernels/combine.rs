@@ -9,12 +9,12 @@ use std::marker::PhantomData;
 use super::pack::store_row;
 use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::{Finished, rescale};
-use crate::partition::Item;
+use crate::partition::Turn;
 use crate::problem::Problem;
 use crate::scratch::partial_len;
 
 /// Combines the chunks of one task in order, and writes its rows of out and lse.
-pub(crate) unsafe fn combine<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, memory: *mut u8) {
+pub(crate) unsafe fn combine<S: Simd, T: Storage<S>>(problem: &Problem, Turn { item, .. }: Turn, memory: *mut u8) {
     // SAFETY: as of the caller.
     unsafe { S::apart(Combine { problem, task: item.task, memory, storage: PhantomData::<T> }) }
 }

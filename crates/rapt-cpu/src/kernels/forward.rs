@@ -18,12 +18,13 @@ use super::blocks::{Amend, Beside, BlockProducts, Coded, Formed, KeyProduct, Row
 use super::codes::read_query;
 use super::dropout::{DropTile, DropWeights};
 use super::mask::{self, MaskTile, ReadTile, ScanTile};
+use super::next_rows::NextRows;
 use super::pack::{store_row, transpose_in};
 use super::products::{Block, Packing};
 use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::Finished;
 use super::weigh::{AddBiases, MAX_QUERIES, Modify, RowState, Softmax, tile_rows};
-use crate::partition::Item;
+use crate::partition::Turn;
 use crate::problem::{CodePanel, Problem, Row, Source};
 
 /// Vectors shorter than this have no narrow tile: there is little to save.
@@ -35,6 +36,8 @@ struct Task<'a, E> {
     base: *mut E,
     /// Its batch and its first query head.
     origin: (usize, usize),
+    /// What is asked for while products are formed.
+    next: *mut NextRows,
 }
 
 impl<E> Task<'_, E> {
@@ -63,15 +66,21 @@ struct Tile<E> {
 /// Computes one run of rows of one task.
 pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProducts<S>>(
     problem: &Problem,
-    item: Item,
+    turn: Turn,
     memory: *mut u8,
 ) {
+    let item = turn.item;
     let queries = S::Q_VECS * S::LANES;
     let narrow = S::LANES >= NARROW_LANES && problem.partition.narrow;
-    let task = Task { problem, base: memory.cast::<S::Elem>(), origin: problem.task_origin(item.task) };
+    let mut next_rows = NextRows::new();
+    let task = Task {
+        problem,
+        base: memory.cast::<S::Elem>(),
+        origin: problem.task_origin(item.task),
+        next: &raw mut next_rows,
+    };
     let kv_head = task.origin.1 / problem.group_size;
-    let first_row = item.chunk * problem.partition.chunk_rows;
-    let last_row = problem.partition.rows.min(first_row + problem.partition.chunk_rows);
+    let (first_row, last_row) = problem.partition.rows_of(item);
     let tiles = (last_row - first_row).div_ceil(queries);
     let tile = |n: usize| {
         let scratch = &problem.scratch;
@@ -116,6 +125,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
         let mut block = lo / block_n * block_n;
         while block < hi {
             let n = block_n.min(hi - block);
+            ask_for::<S, M>(&task, turn, (block, n), hi);
             let at = Block { first: (task.origin.0, kv_head, block), n };
             let (k, k_codes, has_odd_keys) = keys::<S, T, M>(&task, at);
             let (v, v_codes) = values::<S, T, M>(&task, at);
@@ -159,6 +169,53 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
                 S::apart(End::<S, T, 2> { task: &task, tile: &tile, storage: PhantomData });
             }
         }
+    }
+}
+
+/// Says what is asked for while `n` keys from `block` on are computed: the next block's, or the rows that the item writes and those of the thread's next one.
+fn ask_for<S: Simd, M: BlockProducts<S>>(
+    task: &Task<'_, S::Elem>,
+    turn: Turn,
+    (block, n): (usize, usize),
+    last: usize,
+) {
+    let problem = task.problem;
+    let mut rows = NextRows::new();
+    let (partition, block_n) = (&problem.partition, problem.partition.block_n);
+    let first_key = block + block_n;
+    if first_key < last {
+        add_keys(&mut rows, problem, task.origin, (first_key, last));
+    } else {
+        for (row, n) in problem.runs_of(task.origin, partition.rows_of(turn.item)) {
+            rows.add_output(&problem.out, [row.batch, row.head, row.i, 0], n, problem.head_dim_v);
+        }
+        if let Some(next) = turn.next {
+            let (origin, of_item) = (problem.task_origin(next.task), partition.rows_of(next));
+            if problem.sources.q.is_none() {
+                for (row, n) in problem.runs_of(origin, of_item) {
+                    rows.add(&problem.q, [row.batch, row.head, row.i, 0], n, problem.head_dim);
+                }
+            }
+            let (lo, hi) = problem.keys_of_rows(of_item.0, of_item.1);
+            add_keys(&mut rows, problem, origin, (lo / block_n * block_n, hi));
+        }
+    }
+    let (r0, r1) = partition.rows_of(turn.item);
+    let tiles = (r1 - r0).div_ceil(S::Q_VECS * S::LANES);
+    rows.spread(tiles * M::asks(n, problem.head_dim, problem.head_dim_v));
+    // SAFETY: of the item's frame; no product is being formed.
+    unsafe { *task.next = rows };
+}
+
+/// Adds the keys of one block of a task, from its first one on, but for codes.
+fn add_keys(rows: &mut NextRows, problem: &Problem, (batch, head): (usize, usize), (first, last): (usize, usize)) {
+    let (n, at) =
+        (problem.partition.block_n.min(last.saturating_sub(first)), [batch, head / problem.group_size, first, 0]);
+    if problem.sources.k.is_none() {
+        rows.add(&problem.k, at, n, problem.head_dim);
+    }
+    if problem.sources.v.is_none() {
+        rows.add(&problem.v, at, n, problem.head_dim_v);
     }
 }
 
@@ -398,7 +455,7 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
     /// S = K @ Q.T
     fn keys_product(&self) -> KeyProduct<S::Elem> {
         let dim = self.task.problem.head_dim;
-        KeyProduct { keys: self.keys.1, dim, k: self.k, q_t: self.tile.q_t, s: self.x }
+        KeyProduct { keys: self.keys.1, dim, k: self.k, q_t: self.tile.q_t, s: self.x, next: self.task.next }
     }
 
     /// Weights: over scores, or behind those of a whole block where a step has more lanes than keys.
@@ -502,7 +559,7 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
         let masked = (M::CLEANS || self.is_masked()).then_some(whole);
         let (dim, acc_o) = (self.task.problem.head_dim_v, self.tile.acc_o);
         let room = self.task.part(self.task.problem.scratch.o_block);
-        ValueProduct { keys, dim, v, p, numbers: self.x, acc_o, room, factors, masked }
+        ValueProduct { keys, dim, v, p, numbers: self.x, acc_o, room, factors, masked, next: self.task.next }
     }
 
     /// What [`Step::values_product`] left beside O.

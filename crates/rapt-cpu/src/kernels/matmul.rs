@@ -12,6 +12,7 @@
 
 use std::marker::PhantomData;
 
+use super::next_rows::NextRows;
 use super::products::{Lanes, Products};
 use super::simd::{Part, Real, Simd};
 
@@ -205,6 +206,8 @@ pub(crate) struct Factors<S: Simd, const V: usize> {
     pub(crate) b: Broadcast<S::Elem>,
     pub(crate) y: *mut S::Elem,
     pub(crate) onto: Onto<S, V>,
+    /// What is asked for between micro-tiles.
+    pub(crate) next: *mut NextRows,
 }
 
 /// The rows of the next micro-tile, where `left` are left and `most` fill the registers. A short rest would leave the units
@@ -226,7 +229,7 @@ impl<S: Simd, M: Products<S>, const V: usize, const ROW1: bool> Part<S> for Matm
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Factors { rows, n, x, b, y, onto } = self.0;
+        let Factors { rows, n, x, b, y, onto, next } = self.0;
         let row = if ROW1 { 1 } else { b.row };
         let mut r = 0;
         while r < rows {
@@ -235,6 +238,7 @@ impl<S: Simd, M: Products<S>, const V: usize, const ROW1: bool> Part<S> for Matm
             // SAFETY: rows r..r + take are below `rows`.
             r += unsafe {
                 let y = Place { ptr: y.add(r * V * S::LANES), row: V * S::LANES };
+                (*next).ask::<S>();
                 tile::<S, M, V, ROW1>(take, n, x.cast(), b, y, onto)
             };
         }
@@ -249,7 +253,7 @@ impl<S: Simd, M: Products<S>, const V: usize> Part<S> for MatmulSelecting<S, M, 
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Factors { rows, n, x, b, y, onto } = self.0;
+        let Factors { rows, n, x, b, y, onto, .. } = self.0;
         // SAFETY: as for `Matmul`.
         unsafe {
             for r in 0..rows {

@@ -23,6 +23,7 @@ pub(crate) mod int8;
 pub(crate) mod mask;
 pub(crate) mod math;
 pub(crate) mod matmul;
+pub(crate) mod next_rows;
 pub(crate) mod pack;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(crate) mod pairs;

@@ -227,7 +227,7 @@ impl<S: Bf16Pairs, T: Numbers<S>> BlockProducts<S> for Tiled<T> {
     const KEYS: usize = TILE_KEYS;
     const CLEANS: bool = T::PARTS > 1;
     const OVERLAPS: bool = true;
-    type Beside = Queue;
+    type Beside = Queue<S>;
     fn key_lanes(dim: usize) -> usize {
         T::PARTS * key_lanes(dim)
     }
@@ -269,8 +269,18 @@ impl<S: Bf16Pairs, T: Numbers<S>> BlockProducts<S> for Tiled<T> {
         }
     }
 
-    unsafe fn multiply<const V: usize>(keys: Option<KeyProduct<f32>>, values: Option<ValueProduct<'_, S, V>>) -> Queue {
-        let mut queue = Queue::new();
+    /// At each step of two rows of tiles.
+    fn asks(keys: usize, dim: usize, dim_v: usize) -> usize {
+        let of_keys = keys.div_ceil(TILE_KEYS);
+        of_keys * (key_lanes(dim) / SIDE + dim_v.div_ceil(SIDE) / 2)
+    }
+
+    unsafe fn multiply<const V: usize>(
+        keys: Option<KeyProduct<f32>>,
+        values: Option<ValueProduct<'_, S, V>>,
+    ) -> Queue<S> {
+        let next = keys.as_ref().map(|keys| keys.next).or(values.as_ref().map(|values| values.next));
+        let mut queue = Queue::new(next.unwrap_or(std::ptr::null_mut()));
         // SAFETY: the item has tiles; the panel of K and Qᵀ have whole tiles, S those of a whole block; of the other tile acc_o has
         // whole tiles of dimensions, p those of a whole block.
         unsafe {
@@ -292,7 +302,7 @@ impl<S: Bf16Pairs, T: Numbers<S>> BlockProducts<S> for Tiled<T> {
 
 /// S = K · Qᵀ: rows of tiles, and what is multiplied.
 pub(super) fn key_tiles<S: Bf16Pairs, T: Numbers<S>, const V: usize>(product: &KeyProduct<f32>) -> (usize, Operands) {
-    let &KeyProduct { keys, dim, k, q_t, s } = product;
+    let &KeyProduct { keys, dim, k, q_t, s, .. } = product;
     let queries = V * S::LANES;
     let (next, along, part) = (SIDE * k.stride as usize * 4, T::PARTS * TILE_BYTES, TILE_BYTES);
     let operands = Operands {

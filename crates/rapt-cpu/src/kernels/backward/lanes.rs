@@ -10,6 +10,7 @@
 //! `rows` rows of lanes begins at `first column · rows`, and its rows follow one another.
 
 use super::super::blocks::{Rows, Values};
+use super::super::next_rows::NextRows;
 use super::super::products::{Block, Packing, Products};
 use super::super::simd::{Part, Simd, Storage};
 use crate::backward_problem::{BackwardProblem, Form};
@@ -75,7 +76,14 @@ pub(crate) trait GradientLanes<S: Simd>: Products<S> {
     /// Has it.
     unsafe fn unit() -> Self::Unit;
     /// `Sᵀ = K · Qᵀ` of a tile: `keys` keys by its queries, to rows some elements apart.
-    unsafe fn key_product(keys: usize, dim: usize, k: Rows<S::Elem>, q_t: *const S::Elem, to: (*mut S::Elem, usize));
+    unsafe fn key_product(
+        keys: usize,
+        dim: usize,
+        k: Rows<S::Elem>,
+        q_t: *const S::Elem,
+        to: (*mut S::Elem, usize),
+        next: *mut NextRows,
+    );
     /// `dQᵀ += Kᵀ · dSᵀ` of a tile.
     unsafe fn query_product(product: QueryProduct<'_, S::Elem>);
     /// Sums over the queries of a run.
@@ -113,10 +121,14 @@ pub(crate) struct QueryProduct<'a, E> {
     /// Likewise, with room for whole runs of keys.
     pub(super) ds: *mut E,
     pub(super) y: *mut E,
+    /// How many numbers are summed at `y`, where these are the first that are: what lies there is nothing yet.
+    pub(super) begins: Option<usize>,
     /// Whether some of `ds` may be [`Real::MASKED`](super::super::simd::Real::MASKED).
     pub(super) has_masked: bool,
     /// Room for as many sums.
     pub(super) room: *mut E,
+    /// What is asked for meanwhile.
+    pub(super) next: *mut NextRows,
 }
 
 /// Sums over the queries of a run: `keys` rows of `dim` columns onto those from row `skip` on of a block's.
@@ -138,6 +150,8 @@ pub(crate) struct Contract<E> {
     pub(super) selects: bool,
     /// Room for a panel of x, or of y.
     pub(super) room: *mut E,
+    /// What is asked for meanwhile.
+    pub(super) next: *mut NextRows,
 }
 
 /// One tile of Q or dO, which are packed in panels of columns along the queries, and transposed along head_dim.

@@ -9,6 +9,7 @@
 
 use std::ops::Range;
 
+use super::super::next_rows::NextRows;
 use super::super::simd::{Part, Real, Simd, Storage};
 use super::Keys;
 use super::lanes::{GradientRows, Places};
@@ -46,6 +47,8 @@ pub(super) unsafe fn item<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     // SAFETY: as of the main step; a piece's elements are its own.
     unsafe {
         let _unit = M::unit();
+        let mut none = NextRows::new();
+        let next = &raw mut none;
         S::apart(clear::<S>(sums, partition.block_n * partition.queries));
         for block in range(3).step_by(partition.block_n) {
             let keys_n = partition.block_n.min(range(3).end - block);
@@ -55,7 +58,8 @@ pub(super) unsafe fn item<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
                 for i0 in range(2).step_by(partition.queries) {
                     let i1 = range(2).end.min(i0 + partition.queries);
                     let first = head % problem.group_size * problem.rows.q_len;
-                    let keys = &*keys.get_or_insert_with(|| Keys::new::<S, M, T>(problem, base, task, (block, keys_n)));
+                    let keys =
+                        &*keys.get_or_insert_with(|| Keys::new::<S, M, T>(problem, base, task, (block, keys_n), next));
                     add::<S, M, T>(problem, base, keys, (first + i0, first + i1), is_sum[1]);
                 }
             }
@@ -88,8 +92,8 @@ unsafe fn add<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         queries::pack::<S, M, T>(problem, base, &tiles);
         let [Some(tile)] = &tiles else { return };
         let Places { p, dp, .. } = M::places(problem, base, 0, 0);
-        M::key_product(keys.n, problem.head_dim, keys.k, part(scratch.q_t), p);
-        M::key_product(keys.n, problem.head_dim_v, keys.v, part(scratch.d_o_t), (dp, width));
+        M::key_product(keys.n, problem.head_dim, keys.k, part(scratch.q_t), p, keys.next);
+        M::key_product(keys.n, problem.head_dim_v, keys.v, part(scratch.d_o_t), (dp, width), keys.next);
         let operands = Operands { p, ds: None, dp, kept: part(scratch.kept) };
         weigh::<S>(problem, tile, (0, keys.n), operands, true);
         S::apart(AddScores::<S> { n: keys.n, from: dp, sums: part(scratch.d_mask), sums_keys });

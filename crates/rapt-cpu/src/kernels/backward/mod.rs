@@ -31,14 +31,15 @@ mod weigh;
 use std::marker::PhantomData;
 
 use super::blocks::{Rows, Values};
+use super::next_rows::NextRows;
 use super::pack::store_row;
 use super::products::{Block, Packing};
 use super::simd::{Part, Real, Simd, Storage};
-use crate::backward_problem::{BackwardProblem, Form, SharedSum};
+use crate::backward_problem::{BackwardPartition, BackwardProblem, Form, SharedSum};
 use crate::problem::{Input, Output};
-use lanes::{Contract, GradientRows, Laid, Places, QueryProduct, panels};
+use lanes::{Contract, GradientLanes, GradientRows, Laid, Places, QueryProduct, panels};
 use products::clear;
-use queries::{MAX_TILES, NextRows, Tile};
+use queries::{MAX_TILES, Tile};
 
 /// Computes item `n` in scratch memory of the plan's size per thread.
 pub(crate) type Entry = unsafe fn(&BackwardProblem, usize, *mut u8);
@@ -96,7 +97,7 @@ pub(crate) use sums::{shared_blocks, tiles_of_dq};
 
 /// Computes dk and dv of one chunk of keys of a task, and its part of dq.
 unsafe fn item<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(problem: &BackwardProblem, n: usize, memory: *mut u8) {
-    let partition = &problem.partition;
+    let (partition, item) = (&problem.partition, n);
     let (task, chunk) = (problem.first_task + n / partition.chunks, n % partition.chunks);
     let base = memory.cast::<S::Elem>();
     let first = chunk * partition.chunk_keys;
@@ -107,15 +108,16 @@ unsafe fn item<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(problem: &Backward
     // inside the tensors, and rows of dk and dv are written by the item of their keys.
     unsafe {
         let _unit = M::unit();
-        if let Some(partial) = partial {
-            S::apart(clear::<S>(partial, of_task));
-        }
+        let mut next = NextRows::new();
         for block in (first..last).step_by(partition.block_n) {
             let n = partition.block_n.min(last - block);
-            let mut keys = Keys::new::<S, M, T>(problem, base, task, (block, n));
+            let mut keys = Keys::new::<S, M, T>(problem, base, task, (block, n), &raw mut next);
+            keys.is_first = block == first;
             keys.sum_apart::<S>(problem);
             keys.clear::<S>(problem);
             for r0 in (0..partition.rows).step_by(partition.run_rows()) {
+                let following = if block + n < last { Some((task, block + n)) } else { next_item(problem, item) };
+                ask_for::<S, M>(problem, &keys, following, r0);
                 run_of_queries::<S, M, T>(problem, base, &mut keys, r0, partial);
             }
             keys.store::<S, T>(problem);
@@ -135,6 +137,10 @@ struct Keys<E> {
     /// Sums over the queries, in panels of columns.
     dk: *mut E,
     dv: *mut E,
+    /// Whether nothing lies in the partial sums of the chunk yet.
+    is_first: bool,
+    /// What is asked for while products are formed.
+    next: *mut NextRows,
 }
 
 impl<E: Real> Keys<E> {
@@ -144,6 +150,7 @@ impl<E: Real> Keys<E> {
         base: *mut E,
         task: usize,
         (first, n): (usize, usize),
+        next: *mut NextRows,
     ) -> Self {
         let [batch, head, _] = problem.origin(task);
         let (scratch, partition) = (&problem.scratch, &problem.partition);
@@ -176,7 +183,7 @@ impl<E: Real> Keys<E> {
             }
         }
         let (dk, dv) = (base.wrapping_add(scratch.dk), base.wrapping_add(scratch.dv));
-        Keys { task, first, n, k, v, k_along_keys, dk, dv }
+        Keys { task, first, n, k, v, k_along_keys, dk, dv, is_first: false, next }
     }
 
     /// Lets the block be summed where it stays: what the task adds to gradients that tasks share.
@@ -269,6 +276,63 @@ impl<S: Simd, T: Storage<S>> Part<S> for StoreKeys<'_, S::Elem, T> {
     }
 }
 
+/// The task and the first key of the item that a thread takes after item `n` of the wave, if all take turns.
+fn next_item(problem: &BackwardProblem, n: usize) -> Option<(usize, usize)> {
+    let BackwardPartition { chunks, chunk_keys, tasks, .. } = problem.partition;
+    let next = problem.first_task * chunks + n + problem.threads;
+    (next / chunks < tasks).then_some((next / chunks, next % chunks * chunk_keys))
+}
+
+/// What is asked for while the run of queries from row `r0` on meets a block of keys: the rows of the next run, and this run's share of the rows that
+/// are read and written before the first run of the next block, whose task and first key are `following`.
+fn ask_for<S: Simd, M: GradientLanes<S>>(
+    problem: &BackwardProblem,
+    keys: &Keys<S::Elem>,
+    following: Option<(usize, usize)>,
+    r0: usize,
+) {
+    let BackwardPartition { rows, block_n, chunk_keys, .. } = problem.partition;
+    let mut next = NextRows::new();
+    let r1 = rows.min(r0 + problem.partition.run_rows());
+    let queries = |next: &mut NextRows, task: usize, first: usize| {
+        let [batch, _, head] = problem.origin(task);
+        let last = rows.min(first + problem.partition.run_rows());
+        for (row, n) in problem.rows.runs_of((batch, head), (first, last)) {
+            let at = [row.batch, row.head, row.i, 0];
+            next.add(&problem.q, at, n, problem.head_dim);
+            next.add(&problem.d_o, at, n, problem.head_dim_v);
+        }
+    };
+    if r1 < rows {
+        queries(&mut next, keys.task, r1);
+    } else if let Some((task, _)) = following {
+        queries(&mut next, task, 0);
+    }
+    let share = |n: usize| (n * r0 / rows, n * r1 / rows);
+    if let Some((task, first)) = following {
+        let ([batch, head, _], n) = (problem.origin(task), block_n.min(chunk_keys).min(problem.kv_len - first));
+        let (from, to) = share(n);
+        next.add(&problem.k, [batch, head, first + from, 0], to - from, problem.head_dim);
+        next.add(&problem.v, [batch, head, first + from, 0], to - from, problem.head_dim_v);
+    }
+    let ([batch, head, _], (from, to)) = (problem.origin(keys.task), share(keys.n));
+    let outs = [
+        (problem.dk.filter(|_| problem.shared.dk.is_none()), problem.head_dim),
+        (problem.dv.filter(|_| problem.shared.dv.is_none()), problem.head_dim_v),
+    ];
+    for (out, dim) in outs {
+        if let Some(out) = &out {
+            next.add_output(out, [batch, head, keys.first + from, 0], to - from, dim);
+        }
+    }
+    let of = |n: usize| n.div_ceil(S::ROWS);
+    let tiles = (r1 - r0).div_ceil(problem.partition.queries);
+    let panels = panels::<S>(problem.head_dim).count() + panels::<S>(problem.head_dim_v).count();
+    next.spread(tiles * (2 * of(keys.n) + of(problem.head_dim)) + panels * of(keys.n));
+    // SAFETY: of the item's frame; no product is being formed.
+    unsafe { *keys.next = next };
+}
+
 /// One run of queries, from row `r0` on, with one block of keys.
 unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     problem: &BackwardProblem,
@@ -281,8 +345,17 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     let r1 = partition.rows.min(r0 + partition.run_rows());
     let (lo, hi) = problem.rows.keys_of_rows(r0, r1);
     let (j0, j1) = (keys.first.max(lo), hi.min(keys.first + keys.n));
+    let count = (r1 - r0).div_ceil(partition.queries);
+    // The tiles of the run in the partial sums of dq.
+    let partial = partial.map(|partial| partial.wrapping_add(r0 / partition.queries * partition.tile_of_dq));
+    let begin_all = |keys: &Keys<S::Elem>| {
+        if let (Some(partial), true) = (partial, keys.is_first) {
+            // SAFETY: as in `item`.
+            unsafe { S::apart(clear::<S>(partial, count * partition.tile_of_dq)) };
+        }
+    };
     if j0 >= j1 {
-        return;
+        return begin_all(keys);
     }
     // Lanes along the keys are whole.
     let key_run = partition.form.key_run;
@@ -291,7 +364,6 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     let j0 = keys.first + skip;
     let (m, width, block_n) = (partition.run_rows(), partition.queries, partition.block_n);
     let part = |at: usize| base.wrapping_add(at);
-    let count = (r1 - r0).div_ceil(width);
     // SAFETY: as in `item`.
     unsafe {
         let mut tiles = [const { None }; MAX_TILES];
@@ -304,15 +376,12 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
             *tile = Some(new);
         }
         if !attends {
-            return;
+            return begin_all(keys);
         }
         queries::pack::<S, M, T>(problem, base, &tiles[..count]);
-        // One for each of the two products that scores and what arrives at them take, chunk by chunk.
-        let shares = 2 * count * n.div_ceil(M::FORM.keys_at_a_time);
-        let mut next = NextRows::new(problem, keys.task, r1, shares);
         for (t, tile) in tiles.iter().flatten().enumerate() {
-            let partial = partial.map(|partial| partial.add((r0 / width + t) * partition.tile_of_dq));
-            tile_of_queries::<S, M, T>(problem, base, (keys, &mut next), (t, tile), (skip, n), partial);
+            let partial = partial.map(|partial| partial.add(t * partition.tile_of_dq));
+            tile_of_queries::<S, M, T>(problem, base, keys, (t, tile), (skip, n), partial);
         }
         let rows = count * width;
         let sums = [
@@ -323,7 +392,20 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
             if is_asked {
                 let (b, x) = (part(weights).cast_const(), part(columns).cast_const());
                 let room = part(scratch.clean);
-                M::contract(Contract { keys: n, rows, row: m, dim, b, x, y, skip, block_n, selects: masks, room });
+                M::contract(Contract {
+                    keys: n,
+                    rows,
+                    row: m,
+                    dim,
+                    b,
+                    x,
+                    y,
+                    skip,
+                    block_n,
+                    selects: masks,
+                    room,
+                    next: keys.next,
+                });
             }
         }
     }
@@ -333,7 +415,7 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
 unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     problem: &BackwardProblem,
     base: *mut S::Elem,
-    (keys, next): (&mut Keys<S::Elem>, &mut NextRows<'_>),
+    keys: &mut Keys<S::Elem>,
     (t, tile): (usize, &Tile<S::Elem>),
     (skip, n): (usize, usize),
     partial: Option<*mut S::Elem>,
@@ -345,7 +427,11 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     let to = [scratch.p, scratch.ds].map(|at| part(at + t * lanes));
     // SAFETY: as in `item`.
     unsafe {
+        let begins = keys.is_first.then_some(problem.partition.tile_of_dq);
         if tile.is_empty {
+            if let (Some(partial), Some(len)) = (partial, begins) {
+                S::apart(clear::<S>(partial, len));
+            }
             return S::apart(weigh::FillMasked::<S> { n, to, row, lanes, fill: M::UNATTENDED });
         }
         let q_t = part(scratch.q_t + first * M::turned_lanes(problem.head_dim));
@@ -353,11 +439,9 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         for at in (0..n).step_by(M::FORM.keys_at_a_time) {
             let keys_n = M::FORM.keys_at_a_time.min(n - at);
             let Places { p, dp, to, along_keys } = M::places(problem, base, t, at);
-            next.ask::<S>();
-            M::key_product(keys_n, problem.head_dim, keys.k.from(skip + at), q_t, p);
-            next.ask::<S>();
+            M::key_product(keys_n, problem.head_dim, keys.k.from(skip + at), q_t, p, keys.next);
             if problem.needs_ds() {
-                M::key_product(keys_n, problem.head_dim_v, keys.v.from(skip + at), d_o_t, (dp, width));
+                M::key_product(keys_n, problem.head_dim_v, keys.v.from(skip + at), d_o_t, (dp, width), keys.next);
             }
             let ds = (M::STEPS == 1).then_some((to[1], row));
             let operands = weigh::Operands { p, ds, dp, kept: part(scratch.kept) };
@@ -367,7 +451,7 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         if let (Some(y), Some(k)) = (partial, &mut keys.k_along_keys) {
             let (dim, ds) = (problem.head_dim, M::places(problem, base, t, 0).along_keys);
             let (has_masked, room) = (tile.has_masked, part(scratch.clean));
-            M::query_product(QueryProduct { keys: n, skip, dim, k, ds, y, has_masked, room });
+            M::query_product(QueryProduct { keys: n, skip, dim, k, ds, y, begins, has_masked, room, next: keys.next });
         }
     }
 }

@@ -4,6 +4,7 @@ use std::marker::PhantomData;
 
 use super::super::blocks::{QK_RUN, Rows, is_finite};
 use super::super::matmul::{Broadcast, Factors, Matmul, Onto, Place, next_rows, tile};
+use super::super::next_rows::NextRows;
 use super::super::products::Products;
 use super::super::simd::{Part, Real, Simd};
 use super::lanes::{Contract, Panel, QueryProduct, panels};
@@ -22,6 +23,7 @@ struct Product<S: Simd, M, const V: usize> {
     b: Broadcast<S::Elem>,
     y: Place<S::Elem>,
     onto: Onto<S, V>,
+    next: *mut NextRows,
     lanes: PhantomData<M>,
 }
 
@@ -29,14 +31,17 @@ impl<S: Simd, M: Products<S>, const V: usize> Part<S> for Product<S, M, V> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Product { rows, n, x, b, y, onto, .. } = self;
+        let Product { rows, n, x, b, y, onto, next, .. } = self;
         let mut r = 0;
         while r < rows {
             let take = next_rows::<S, V>(rows - r);
             let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * b.row), ..b };
             let y = Place { ptr: y.ptr.wrapping_add(r * y.row), ..y };
             // SAFETY: rows r..r + take are below `rows`.
-            r += unsafe { tile::<S, M, V, false>(take, n, x.cast(), b, y, onto) };
+            r += unsafe {
+                (*next).ask::<S>();
+                tile::<S, M, V, false>(take, n, x.cast(), b, y, onto)
+            };
         }
     }
 }
@@ -98,15 +103,26 @@ impl<S: Simd, M: AddAttended<S>> Part<S> for QueriesSelecting<S, M> {
 
 /// [`GradientLanes::query_product`](super::lanes::GradientLanes::query_product).
 pub(super) unsafe fn query_product<S: Simd, M: AddAttended<S>>(product: QueryProduct<'_, S::Elem>) {
-    let QueryProduct { keys, skip, dim, k, ds, y, has_masked, .. } = product;
+    let QueryProduct { keys, skip, dim, k, ds, y, begins, has_masked, next, .. } = product;
     let Rows { ptr, stride } = k.rows.from(skip / M::STEPS);
     let (b, n) = (Broadcast { ptr, row: 1, step: stride }, keys.div_ceil(M::STEPS));
-    let product = Factors::<S, 2> { rows: dim, n, x: ds.cast_const(), b, y, onto: Onto::Sum };
+    let product = Factors::<S, 2> {
+        rows: dim,
+        n,
+        x: ds.cast_const(),
+        b,
+        y,
+        onto: if begins.is_some() { Onto::Nothing } else { Onto::Sum },
+        next,
+    };
     // SAFETY: promised by the caller.
     unsafe {
         if !has_masked || is_finite::<S, M>(k) {
             M::apart(Matmul::<S, M, 2, true>(product, PhantomData));
         } else {
+            if let Some(len) = begins {
+                S::apart(clear::<S>(y, len));
+            }
             M::apart(QueriesSelecting::<S, M>(product, PhantomData));
         }
     }
@@ -119,6 +135,7 @@ pub(super) unsafe fn key_product<S: Simd, M: Products<S>>(
     k: Rows<S::Elem>,
     q_t: *const S::Elem,
     (to, row): (*mut S::Elem, usize),
+    next: *mut NextRows,
 ) {
     let lanes = dim.div_ceil(M::STEPS);
     for d in (0..lanes).step_by(QK_RUN) {
@@ -127,7 +144,7 @@ pub(super) unsafe fn key_product<S: Simd, M: Products<S>>(
         let onto = if d == 0 { Onto::<S, 2>::Nothing } else { Onto::Sum };
         let (n, y, lanes) = (QK_RUN.min(lanes - d), Place { ptr: to, row }, PhantomData::<M>);
         // SAFETY: promised by the caller.
-        unsafe { M::apart(Product { rows: keys, n, x, b, y, onto, lanes }) };
+        unsafe { M::apart(Product { rows: keys, n, x, b, y, onto, next, lanes }) };
     }
 }
 
@@ -154,7 +171,7 @@ unsafe fn contract_panel<S: Simd, M: AddAttended<S>, const V: usize>(
     panel: Panel,
     is_finite: bool,
 ) {
-    let Contract { keys, rows, row, b, x, y, skip, block_n, .. } = *product;
+    let Contract { keys, rows, row, b, x, y, skip, block_n, next, .. } = *product;
     let y = y.wrapping_add(panel.first * block_n + skip * panel.width);
     let product = Product::<S, M, V> {
         rows: keys,
@@ -163,6 +180,7 @@ unsafe fn contract_panel<S: Simd, M: AddAttended<S>, const V: usize>(
         b: Broadcast { ptr: b, row: (row / M::STEPS) as isize, step: 1 },
         y: Place { ptr: y, row: panel.width },
         onto: Onto::Sum,
+        next,
         lanes: PhantomData,
     };
     // SAFETY: promised by the caller.

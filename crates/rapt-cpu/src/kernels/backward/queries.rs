@@ -108,47 +108,6 @@ impl<E: Real> Tile<E> {
     }
 }
 
-/// Bytes that arrive at once.
-const LINE: usize = 64;
-
-/// The rows of Q and dO of the run that comes next, asked for a share at a time while this one is computed. They are packed panel by panel, which the
-/// processor's own prefetchers do not follow: a step of float32 1,32/8,1024,128 took 1.04 times as long without (Zen 5, 2026-11).
-pub(super) struct NextRows<'a> {
-    problem: &'a BackwardProblem,
-    origin: (usize, usize),
-    next: usize,
-    end: usize,
-    share: usize,
-}
-
-impl<'a> NextRows<'a> {
-    /// Those behind row `r1` of a task, or its first where there are none, in so many shares.
-    pub(super) fn new(problem: &'a BackwardProblem, task: usize, r1: usize, shares: usize) -> Self {
-        let [batch, _, head] = problem.origin(task);
-        let rows = problem.partition.rows;
-        let next = if r1 < rows { r1 } else { 0 };
-        let end = rows.min(next + problem.partition.run_rows());
-        NextRows { problem, origin: (batch, head), next, end, share: (end - next).div_ceil(shares.max(1)) }
-    }
-
-    /// Asks for the next share. Nothing is read.
-    pub(super) unsafe fn ask<S: Simd>(&mut self) {
-        let NextRows { problem, origin, next, end, share } = *self;
-        self.next = end.min(next + share);
-        for (input, dim) in [(&problem.q, problem.head_dim), (&problem.d_o, problem.head_dim_v)] {
-            let bytes = if input.strides[3] == 1 { dim * input.size.unsigned_abs() } else { 0 };
-            for r in next..self.next {
-                let row = problem.rows.row(origin, r);
-                let from = input.at([row.batch, row.head, row.i, 0]);
-                for at in (0..bytes).step_by(LINE) {
-                    // SAFETY: a prefetch reads nothing.
-                    unsafe { S::prefetch(from.wrapping_add(at)) };
-                }
-            }
-        }
-    }
-}
-
 /// The rows of Q and dO of a run: in panels of columns, and transposed tile by tile.
 pub(super) unsafe fn pack<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     problem: &BackwardProblem,

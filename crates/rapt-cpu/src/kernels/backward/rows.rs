@@ -6,6 +6,7 @@
 
 use std::marker::PhantomData;
 
+use super::super::next_rows::NextRows;
 use super::super::pack::load_row_of;
 use super::super::simd::{Part, Real, Simd, Storage};
 use super::Keys;
@@ -99,6 +100,7 @@ pub(super) unsafe fn large<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
             return;
         }
         let _unit = M::unit();
+        let mut next = NextRows::new();
         let (mut row_max, mut row_sum) = ([lowest; MAX_QUERIES], [S::Elem::ZERO; MAX_QUERIES]);
         let (lo, hi) = problem.rows.keys_of_rows(r0, r1);
         for block in (0..problem.kv_len).step_by(partition.block_n) {
@@ -106,7 +108,7 @@ pub(super) unsafe fn large<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
             if block + n <= lo || hi <= block {
                 continue;
             }
-            let keys = Keys::new::<S, M, T>(problem, base, task, (block, n));
+            let keys = Keys::new::<S, M, T>(problem, base, task, (block, n), &raw mut next);
             let bias = base.wrapping_add(problem.scratch.bias);
             let tile = Tile::new::<S>(problem, task, (r0, r1), (block, n), bias);
             if tile.is_empty {
@@ -116,7 +118,14 @@ pub(super) unsafe fn large<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
             queries::pack::<S, M, T>(problem, base, &tiles);
             let [Some(tile)] = &tiles else { return };
             let (x, row) = M::places(problem, base, 0, 0).p;
-            M::key_product(n, problem.head_dim, keys.k, base.wrapping_add(problem.scratch.q_t), (x, row));
+            M::key_product(
+                n,
+                problem.head_dim,
+                keys.k,
+                base.wrapping_add(problem.scratch.q_t),
+                (x, row),
+                &raw mut next,
+            );
             let (row_max, row_sum) = (&mut row_max, &mut row_sum);
             S::apart(Accumulate::<S> { problem, tile, n, x, row, row_max, row_sum });
         }

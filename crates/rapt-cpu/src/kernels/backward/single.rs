@@ -1,6 +1,7 @@
 //! The five products with one number in a lane, of the accumulation dtype.
 
 use super::super::blocks::{Rows, Values};
+use super::super::next_rows::NextRows;
 use super::super::pack::{load_row_of, transpose_in};
 use super::super::products::{Block, Single};
 use super::super::simd::{Real, Simd, Storage};
@@ -26,9 +27,16 @@ impl<S: Simd> GradientLanes<S> for Single {
     const UNATTENDED: S::Elem = S::Elem::MASKED;
     type Unit = ();
     unsafe fn unit() {}
-    unsafe fn key_product(keys: usize, dim: usize, k: Rows<S::Elem>, q_t: *const S::Elem, to: (*mut S::Elem, usize)) {
+    unsafe fn key_product(
+        keys: usize,
+        dim: usize,
+        k: Rows<S::Elem>,
+        q_t: *const S::Elem,
+        to: (*mut S::Elem, usize),
+        next: *mut NextRows,
+    ) {
         // SAFETY: promised by the caller.
-        unsafe { products::key_product::<S, Self>(keys, dim, k, q_t, to) }
+        unsafe { products::key_product::<S, Self>(keys, dim, k, q_t, to, next) }
     }
     unsafe fn query_product(product: QueryProduct<'_, S::Elem>) {
         // SAFETY: promised by the caller.

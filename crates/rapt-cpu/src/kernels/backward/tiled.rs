@@ -15,6 +15,7 @@ use half::bf16;
 use super::super::beside::rows_of_tiles;
 use super::super::blocks::{KeyProduct, Rows, Values};
 use super::super::matmul::Broadcast;
+use super::super::next_rows::NextRows;
 use super::super::pack::transpose_in;
 use super::super::pairs::{Bf16Pairs, Paired};
 use super::super::parts::{AddSums, CleanParts, Numbers, lay_pair, row_of_tiles, weave_parts};
@@ -23,7 +24,7 @@ use super::super::simd::{Part, Real};
 use super::super::tiled::{Clean, TILE_KEYS, Tiled, key_tiles, of_panel, of_rows, of_sums, value_tiles};
 use super::lanes::{Contract, GradientLanes, GradientRows, Laid, PackTile, Places, QueryProduct, panels};
 use super::pairs::PackAlongKeys;
-use super::products::IsFinite;
+use super::products::{IsFinite, clear};
 use crate::arch::amx::{InMemory, Operands, SIDE, Tiles};
 use crate::backward_problem::{BackwardProblem, Form, TaskNumbers};
 use crate::problem::{Input, Row};
@@ -49,18 +50,32 @@ impl<S: Bf16Pairs, T: Numbers<S>> GradientLanes<S> for Tiled<T> {
         unsafe { Tiles::new() }
     }
 
-    unsafe fn key_product(keys: usize, dim: usize, k: Rows<f32>, q_t: *const f32, (s, _): (*mut f32, usize)) {
-        let (rows, operands) = key_tiles::<S, T, 2>(&KeyProduct { keys, dim, k, q_t, s });
+    unsafe fn key_product(
+        keys: usize,
+        dim: usize,
+        k: Rows<f32>,
+        q_t: *const f32,
+        (s, _): (*mut f32, usize),
+        next: *mut NextRows,
+    ) {
+        for _ in 0..keys.div_ceil(S::ROWS) {
+            // SAFETY: promised by the caller.
+            unsafe { (*next).ask::<S>() };
+        }
+        let (rows, operands) = key_tiles::<S, T, 2>(&KeyProduct { keys, dim, k, q_t, s, next });
         // SAFETY: promised by the caller: all of it lies in whole tiles.
         unsafe { rows_of_tiles(rows, 2 * S::LANES, operands) }
     }
 
     unsafe fn query_product(product: QueryProduct<'_, f32>) {
-        let QueryProduct { keys, skip, dim, k, ds, y, has_masked, room } = product;
+        let QueryProduct { keys, skip, dim, k, ds, y, begins, has_masked, room, .. } = product;
         let (rows, numbers) = (k.rows.from(skip / 2), std::ptr::null());
         let masked = has_masked.then_some(k);
         // SAFETY: as above.
         unsafe {
+            if let Some(len) = begins {
+                S::apart(clear::<S>(y, len));
+            }
             let width = 2 * S::LANES;
             if T::PARTS == 1 {
                 let (rows, operands) = value_tiles::<S, T, 2>((keys, dim), rows, (ds, numbers), y, masked);
@@ -74,7 +89,7 @@ impl<S: Bf16Pairs, T: Numbers<S>> GradientLanes<S> for Tiled<T> {
     }
 
     unsafe fn contract(product: Contract<f32>) {
-        let Contract { keys, rows, row, dim, b, x, y, skip, block_n, selects, room } = product;
+        let Contract { keys, rows, row, dim, b, x, y, skip, block_n, selects, room, .. } = product;
         let lanes = |rows: usize| rows / 2 * T::PARTS;
         for panel in panels::<S>(dim) {
             let (mut x, len) = (x.wrapping_add(panel.first * lanes(row)), lanes(rows) * panel.width);

@@ -34,7 +34,7 @@ use super::combine::combine;
 use super::dropout::DropRow;
 use super::products::{Packing, Single};
 use super::simd::{Part, Real, Simd, Storage};
-use crate::partition::{Item, QK_KEYS};
+use crate::partition::{QK_KEYS, Turn};
 use crate::problem::{CodeProducts, CodesChunk, CodesScratch, Problem, Source, Weights};
 use crate::scratch::partial_len;
 
@@ -93,7 +93,7 @@ impl<T> Chunk<'_, T> {
 }
 
 /// Computes the partial result of one chunk of keys for all rows of one task.
-pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, memory: *mut u8) {
+pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, Turn { item, .. }: Turn, memory: *mut u8) {
     let (rows, block_n, dim_v) = (problem.partition.rows, problem.partition.block_n, problem.head_dim_v);
     let scratch = &problem.scratch;
     let base = memory.cast::<S::Elem>();
@@ -140,7 +140,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
         // o = p @ v
         S::apart(SecondProduct { chunk, masked, p: s, o: partials });
         if problem.partition.chunks == 1 {
-            combine::<S, T>(problem, item, memory);
+            combine::<S, T>(problem, Turn { item, next: None }, memory);
         }
     }
 }

@@ -30,7 +30,7 @@ use super::products::Block;
 use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::Finished;
 use super::weigh::tile_rows;
-use crate::partition::Item;
+use crate::partition::Turn;
 use crate::problem::Problem;
 
 /// One task, and this thread's memory for it.
@@ -65,7 +65,7 @@ struct Tile {
 /// Computes one run of rows of one task.
 pub(crate) unsafe fn item<S: Simd<Elem = f32>, T: Storage<S>, Q: Quads<S>>(
     problem: &Problem,
-    item: Item,
+    Turn { item, .. }: Turn,
     memory: *mut u8,
 ) {
     let queries = S::Q_VECS * S::LANES;
