@@ -40,6 +40,9 @@ const BLOCK_BYTES: usize = 1 << 19;
 /// Chunks of keys at most: each has partial sums of dq, a tensor of q's size in the accumulation dtype.
 const CHUNKS: usize = 4;
 
+/// Bytes of partial sums of dq for each thread that a wave has where it has four items for each; of longer ones it has as few as two.
+const WAVE_BYTES: usize = 4 << 20;
+
 /// The [`LaunchPlan`] of the backward pass: made by [`select_backward`], launched by [`run_backward`].
 #[derive(Debug, PartialEq)]
 pub struct BackwardLaunch {
@@ -284,18 +287,22 @@ fn partition(spec: &BackwardSpec, entries: &Entries, threads: usize) -> Backward
             && dim.is_multiple_of(entries.steps);
         is_of_lanes && tensor.strides[2..] == [dim as isize, 1]
     };
+    let rows = forward.group_size() * forward.q_len();
+    let tile_of_dq = forward.head_dim().next_multiple_of(entries.form.dim_run).saturating_mul(entries.queries);
+    let item_bytes = rows.div_ceil(entries.queries).saturating_mul(tile_of_dq).saturating_mul(size);
+    let items = (threads * WAVE_BYTES / item_bytes.max(1)).clamp(2 * threads, 4 * threads);
     BackwardPartition {
         tasks,
-        rows: forward.group_size() * forward.q_len(),
+        rows,
         queries: entries.queries,
         form: entries.form,
         block_n,
         steps: entries.steps,
         parts: entries.parts,
-        tile_of_dq: forward.head_dim().next_multiple_of(entries.form.dim_run).saturating_mul(entries.queries),
+        tile_of_dq,
         chunk_keys,
         chunks,
-        wave: tasks.min((4 * threads).div_ceil(chunks)),
+        wave: tasks.min(items.div_ceil(chunks)),
         k_in_place: in_place(&forward.k),
         v_in_place: in_place(&forward.v),
     }

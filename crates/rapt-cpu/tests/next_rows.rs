@@ -10,12 +10,14 @@ mod simd {
     thread_local!(static ASKED: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) });
 
     pub(crate) trait Simd {
+        const PREFETCHES: bool;
         unsafe fn prefetch(ptr: *const u8);
     }
 
     pub(crate) struct Recorded;
 
     impl Simd for Recorded {
+        const PREFETCHES: bool = true;
         unsafe fn prefetch(ptr: *const u8) {
             ASKED.with_borrow_mut(|asked| asked.push(ptr.addr()));
         }

@@ -26,6 +26,7 @@ macro_rules! plain_methods {
         $splat:ident, $load:ident, $store:ident, $add:ident, $sub:ident,
         $mul:ident, $div:ident, $fma:ident, $max:ident
     ) => {
+        const PREFETCHES: bool = true;
         #[inline(always)]
         fn hide(ptr: *const $elem) -> *const $elem {
             super::hidden(ptr)

@@ -179,6 +179,9 @@ fn ask_for<S: Simd, M: BlockProducts<S>>(
     (block, n): (usize, usize),
     last: usize,
 ) {
+    if !S::PREFETCHES {
+        return;
+    }
     let problem = task.problem;
     let mut rows = NextRows::new();
     let (partition, block_n) = (&problem.partition, problem.partition.block_n);

@@ -85,6 +85,9 @@ impl NextRows {
     /// Asks for the next share.
     #[inline(always)]
     pub(crate) unsafe fn ask<S: Simd>(&mut self) {
+        if !S::PREFETCHES {
+            return;
+        }
         for _ in 0..self.share {
             if self.line >= self.end && !self.begin_row() {
                 self.share = 0;

@@ -176,6 +176,8 @@ pub(crate) trait Simd: Copy + 'static {
     const Q_VECS: usize = 2;
     /// Broadcast operands per micro-tile: times [`Simd::Q_VECS`] as many accumulators as leave registers for the rest.
     const ROWS: usize;
+    /// Whether [`Simd::prefetch`] asks for anything.
+    const PREFETCHES: bool = false;
     /// Whether a product and a sum are one instruction, rounded once.
     const FUSED: bool = true;
 

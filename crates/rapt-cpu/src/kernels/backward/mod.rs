@@ -116,8 +116,7 @@ unsafe fn item<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(problem: &Backward
             keys.sum_apart::<S>(problem);
             keys.clear::<S>(problem);
             for r0 in (0..partition.rows).step_by(partition.run_rows()) {
-                let following = if block + n < last { Some((task, block + n)) } else { next_item(problem, item) };
-                ask_for::<S, M>(problem, &keys, following, r0);
+                ask_for::<S, M>(problem, &keys, (item, last), r0);
                 run_of_queries::<S, M, T>(problem, base, &mut keys, r0, partial);
             }
             keys.store::<S, T>(problem);
@@ -284,14 +283,19 @@ fn next_item(problem: &BackwardProblem, n: usize) -> Option<(usize, usize)> {
 }
 
 /// What is asked for while the run of queries from row `r0` on meets a block of keys: the rows of the next run, and this run's share of the rows that
-/// are read and written before the first run of the next block, whose task and first key are `following`.
+/// are read and written before the first run of the next block: of the item, whose keys end at `last`, or of the thread's next one.
 fn ask_for<S: Simd, M: GradientLanes<S>>(
     problem: &BackwardProblem,
     keys: &Keys<S::Elem>,
-    following: Option<(usize, usize)>,
+    (item, last): (usize, usize),
     r0: usize,
 ) {
+    if !S::PREFETCHES {
+        return;
+    }
     let BackwardPartition { rows, block_n, chunk_keys, .. } = problem.partition;
+    let block = keys.first + keys.n;
+    let following = if block < last { Some((keys.task, block)) } else { next_item(problem, item) };
     let mut next = NextRows::new();
     let r1 = rows.min(r0 + problem.partition.run_rows());
     let queries = |next: &mut NextRows, task: usize, first: usize| {
@@ -375,13 +379,17 @@ unsafe fn run_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
             masks |= new.masks;
             *tile = Some(new);
         }
+        let begins = keys.is_first && tiles.iter().flatten().all(|tile| !tile.is_empty);
+        if !begins {
+            begin_all(keys);
+        }
         if !attends {
-            return begin_all(keys);
+            return;
         }
         queries::pack::<S, M, T>(problem, base, &tiles[..count]);
         for (t, tile) in tiles.iter().flatten().enumerate() {
             let partial = partial.map(|partial| partial.add(t * partition.tile_of_dq));
-            tile_of_queries::<S, M, T>(problem, base, keys, (t, tile), (skip, n), partial);
+            tile_of_queries::<S, M, T>(problem, base, keys, (t, tile), (skip, n), (partial, begins));
         }
         let rows = count * width;
         let sums = [
@@ -418,7 +426,7 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     keys: &mut Keys<S::Elem>,
     (t, tile): (usize, &Tile<S::Elem>),
     (skip, n): (usize, usize),
-    partial: Option<*mut S::Elem>,
+    (partial, begins): (Option<*mut S::Elem>, bool),
 ) {
     let (scratch, width) = (&problem.scratch, problem.partition.queries);
     let part = |at: usize| base.wrapping_add(at);
@@ -427,11 +435,7 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
     let to = [scratch.p, scratch.ds].map(|at| part(at + t * lanes));
     // SAFETY: as in `item`.
     unsafe {
-        let begins = keys.is_first.then_some(problem.partition.tile_of_dq);
         if tile.is_empty {
-            if let (Some(partial), Some(len)) = (partial, begins) {
-                S::apart(clear::<S>(partial, len));
-            }
             return S::apart(weigh::FillMasked::<S> { n, to, row, lanes, fill: M::UNATTENDED });
         }
         let q_t = part(scratch.q_t + first * M::turned_lanes(problem.head_dim));
@@ -451,6 +455,7 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         if let (Some(y), Some(k)) = (partial, &mut keys.k_along_keys) {
             let (dim, ds) = (problem.head_dim, M::places(problem, base, t, 0).along_keys);
             let (has_masked, room) = (tile.has_masked, part(scratch.clean));
+            let begins = begins.then_some(problem.partition.tile_of_dq);
             M::query_product(QueryProduct { keys: n, skip, dim, k, ds, y, begins, has_masked, room, next: keys.next });
         }
     }
