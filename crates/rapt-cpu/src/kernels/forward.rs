@@ -46,6 +46,29 @@ impl<E> Task<'_, E> {
     fn part(&self, at: usize) -> *mut E {
         self.base.wrapping_add(at)
     }
+
+    /// Tile `n` of rows `first..last`.
+    #[inline(always)]
+    fn tile<S: Simd>(&self, (first, last): (usize, usize), n: usize) -> Tile<E> {
+        let (problem, queries) = (self.problem, S::Q_VECS * S::LANES);
+        let narrow = S::LANES >= NARROW_LANES && problem.partition.narrow;
+        let scratch = &problem.scratch;
+        let r0 = first + n * queries;
+        let r1 = last.min(r0 + queries);
+        Tile {
+            r0,
+            r1,
+            narrow: narrow && r1 - r0 <= S::LANES,
+            keys: problem.keys_of_rows(r0, r1),
+            q_t: self.part(scratch.q + n * scratch.q_lanes * queries),
+            acc_o: self.part(scratch.o + n * scratch.head_dim_v_padded * queries),
+            state: RowState {
+                row_max: self.part(scratch.row_max + n * queries),
+                row_sum: self.part(scratch.row_sum + n * queries),
+            },
+            odd: self.part(scratch.odd_queries + n * queries),
+        }
+    }
 }
 
 /// One tile of queries: rows `r0..r1` of the task, and the keys that they see between them. It is [`Simd::Q_VECS`] vectors
@@ -70,8 +93,6 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
     memory: *mut u8,
 ) {
     let item = turn.item;
-    let queries = S::Q_VECS * S::LANES;
-    let narrow = S::LANES >= NARROW_LANES && problem.partition.narrow;
     let mut next_rows = NextRows::new();
     let task = Task {
         problem,
@@ -81,25 +102,8 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
     };
     let kv_head = task.origin.1 / problem.group_size;
     let (first_row, last_row) = problem.partition.rows_of(item);
-    let tiles = (last_row - first_row).div_ceil(queries);
-    let tile = |n: usize| {
-        let scratch = &problem.scratch;
-        let r0 = first_row + n * queries;
-        let r1 = last_row.min(r0 + queries);
-        Tile {
-            r0,
-            r1,
-            narrow: narrow && r1 - r0 <= S::LANES,
-            keys: problem.keys_of_rows(r0, r1),
-            q_t: task.part(scratch.q + n * scratch.q_lanes * queries),
-            acc_o: task.part(scratch.o + n * scratch.head_dim_v_padded * queries),
-            state: RowState {
-                row_max: task.part(scratch.row_max + n * queries),
-                row_sum: task.part(scratch.row_sum + n * queries),
-            },
-            odd: task.part(scratch.odd_queries + n * queries),
-        }
-    };
+    let tiles = (last_row - first_row).div_ceil(S::Q_VECS * S::LANES);
+    let tile = |n: usize| task.tile::<S>((first_row, last_row), n);
     // SAFETY: `memory` is `Scratch::len` long (the plan asked for it) and this thread's own; every index below is inside
     // the part of it that it is used with, and every row and key inside the tensors.
     unsafe {
