@@ -50,9 +50,8 @@ impl<E> Task<'_, E> {
     /// Tile `n` of rows `first..last`.
     #[inline(always)]
     fn tile<S: Simd>(&self, (first, last): (usize, usize), n: usize) -> Tile<E> {
-        let (problem, queries) = (self.problem, S::Q_VECS * S::LANES);
+        let (problem, scratch, queries) = (self.problem, &self.problem.scratch, S::Q_VECS * S::LANES);
         let narrow = S::LANES >= NARROW_LANES && problem.partition.narrow;
-        let scratch = &problem.scratch;
         let r0 = first + n * queries;
         let r1 = last.min(r0 + queries);
         Tile {
@@ -92,16 +91,15 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
     turn: Turn,
     memory: *mut u8,
 ) {
-    let item = turn.item;
     let mut next_rows = NextRows::new();
     let task = Task {
         problem,
         base: memory.cast::<S::Elem>(),
-        origin: problem.task_origin(item.task),
+        origin: problem.task_origin(turn.item.task),
         next: &raw mut next_rows,
     };
     let kv_head = task.origin.1 / problem.group_size;
-    let (first_row, last_row) = problem.partition.rows_of(item);
+    let (first_row, last_row) = problem.partition.rows_of(turn.item);
     let tiles = (last_row - first_row).div_ceil(S::Q_VECS * S::LANES);
     let tile = |n: usize| task.tile::<S>((first_row, last_row), n);
     // SAFETY: `memory` is `Scratch::len` long (the plan asked for it) and this thread's own; every index below is inside
@@ -186,8 +184,7 @@ fn ask_for<S: Simd, M: BlockProducts<S>>(
     if !S::PREFETCHES {
         return;
     }
-    let problem = task.problem;
-    let mut rows = NextRows::new();
+    let (problem, mut rows) = (task.problem, NextRows::new());
     let (partition, block_n) = (&problem.partition, problem.partition.block_n);
     let first_key = block + block_n;
     if first_key < last {
@@ -208,8 +205,7 @@ fn ask_for<S: Simd, M: BlockProducts<S>>(
         }
     }
     let (r0, r1) = partition.rows_of(turn.item);
-    let tiles = (r1 - r0).div_ceil(S::Q_VECS * S::LANES);
-    rows.spread(tiles * M::asks(n, problem.head_dim, problem.head_dim_v));
+    rows.spread((r1 - r0).div_ceil(S::Q_VECS * S::LANES) * M::asks(n, problem.head_dim, problem.head_dim_v));
     // SAFETY: of the item's frame; no product is being formed.
     unsafe { *task.next = rows };
 }
