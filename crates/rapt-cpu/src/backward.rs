@@ -40,8 +40,9 @@ const BLOCK_BYTES: usize = 1 << 19;
 /// Chunks of keys at most: each has partial sums of dq, a tensor of q's size in the accumulation dtype.
 const CHUNKS: usize = 4;
 
-/// Bytes of partial sums of dq for each thread that a wave has where it has four items for each; of longer ones it has as few as two.
-const WAVE_BYTES: usize = 4 << 20;
+/// A wave has four items for each thread, and as few as two where four have more bytes of partial sums than this for each (docs/lab/cpu.md). Those of
+/// many requests, which may be short, are cut by `backward_batch`.
+const FOUR_ITEMS_BYTES: usize = 4 << 20;
 
 /// The [`LaunchPlan`] of the backward pass: made by [`select_backward`], launched by [`run_backward`].
 #[derive(Debug, PartialEq)]
@@ -290,7 +291,7 @@ fn partition(spec: &BackwardSpec, entries: &Entries, threads: usize) -> Backward
     let rows = forward.group_size() * forward.q_len();
     let tile_of_dq = forward.head_dim().next_multiple_of(entries.form.dim_run).saturating_mul(entries.queries);
     let item_bytes = rows.div_ceil(entries.queries).saturating_mul(tile_of_dq).saturating_mul(size);
-    let items = (threads * WAVE_BYTES / item_bytes.max(1)).clamp(2 * threads, 4 * threads);
+    let items = (threads.saturating_mul(FOUR_ITEMS_BYTES) / item_bytes.max(1)).clamp(2 * threads, 4 * threads);
     BackwardPartition {
         tasks,
         rows,

@@ -92,12 +92,8 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
     memory: *mut u8,
 ) {
     let mut next_rows = NextRows::new();
-    let task = Task {
-        problem,
-        base: memory.cast::<S::Elem>(),
-        origin: problem.task_origin(turn.item.task),
-        next: &raw mut next_rows,
-    };
+    let next = &raw mut next_rows;
+    let task = Task { problem, base: memory.cast::<S::Elem>(), origin: problem.task_origin(turn.item.task), next };
     let kv_head = task.origin.1 / problem.group_size;
     let (first_row, last_row) = problem.partition.rows_of(turn.item);
     let tiles = (last_row - first_row).div_ceil(S::Q_VECS * S::LANES);
@@ -127,7 +123,9 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
         let mut block = lo / block_n * block_n;
         while block < hi {
             let n = block_n.min(hi - block);
-            ask_for::<S, M>(&task, turn, (block, n), hi);
+            if S::PREFETCHES {
+                *next = rows_after::<S, M>(&task, turn, (block, n), hi);
+            }
             let at = Block { first: (task.origin.0, kv_head, block), n };
             let (k, k_codes, has_odd_keys) = keys::<S, T, M>(&task, at);
             let (v, v_codes) = values::<S, T, M>(&task, at);
@@ -174,16 +172,13 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
     }
 }
 
-/// Says what is asked for while `n` keys from `block` on are computed: the next block's, or the rows that the item writes and those of the thread's next one.
-fn ask_for<S: Simd, M: BlockProducts<S>>(
+/// What is asked for while `n` keys from `block` on are computed: the next block's, or the rows that the item writes and those of the thread's next one.
+fn rows_after<S: Simd, M: BlockProducts<S>>(
     task: &Task<'_, S::Elem>,
     turn: Turn,
     (block, n): (usize, usize),
     last: usize,
-) {
-    if !S::PREFETCHES {
-        return;
-    }
+) -> NextRows {
     let (problem, mut rows) = (task.problem, NextRows::new());
     let (partition, block_n) = (&problem.partition, problem.partition.block_n);
     let first_key = block + block_n;
@@ -206,8 +201,7 @@ fn ask_for<S: Simd, M: BlockProducts<S>>(
     }
     let (r0, r1) = partition.rows_of(turn.item);
     rows.spread((r1 - r0).div_ceil(S::Q_VECS * S::LANES) * M::asks(n, problem.head_dim, problem.head_dim_v));
-    // SAFETY: of the item's frame; no product is being formed.
-    unsafe { *task.next = rows };
+    rows
 }
 
 /// Adds the keys of one block of a task, from its first one on, but for codes.

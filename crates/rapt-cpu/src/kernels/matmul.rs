@@ -213,7 +213,7 @@ pub(crate) struct Factors<S: Simd, const V: usize> {
 /// The rows of the next micro-tile, where `left` are left and `most` fill the registers. A short rest would leave the units
 /// waiting for one another: in tiles of two vectors it shares the rows of the last full tile instead, half and half.
 #[inline(always)]
-pub(crate) fn next_rows<S: Simd, const V: usize>(left: usize) -> usize {
+pub(crate) fn micro_rows<S: Simd, const V: usize>(left: usize) -> usize {
     let most = S::ROWS * S::Q_VECS / V;
     let halves = V == S::Q_VECS && left > most && 2 * (left - most) <= most;
     if halves { left.div_ceil(2) } else { left.min(most) }
@@ -233,7 +233,7 @@ impl<S: Simd, M: Products<S>, const V: usize, const ROW1: bool> Part<S> for Matm
         let row = if ROW1 { 1 } else { b.row };
         let mut r = 0;
         while r < rows {
-            let take = next_rows::<S, V>(rows - r);
+            let take = micro_rows::<S, V>(rows - r);
             let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * row), ..b };
             // SAFETY: rows r..r + take are below `rows`.
             r += unsafe {

@@ -3,9 +3,9 @@
 //! ```text
 //! micro-tile   ask   micro-tile   ask   micro-tile   ask          a micro-tile is some hundred cycles
 //! ```
-//! Rows that nobody asked for are waited for: the processor's own prefetchers stop at a page and between rows that lie apart. Asked for
-//! all at once, most would be left out: a core waits for few lines at a time (24 on a Zen 5), and drops what is asked for beyond them. Nothing is read
-//! here, and no bit of a result depends on it.
+//! Rows that nobody asked for are waited for: the processor's own prefetchers stop at a page and between rows that lie apart. A few at a time, since a
+//! core leaves out what is asked for beyond what it can wait for: a loop of prefetches alone is over in half the time of reading the same lines (Zen 5,
+//! 2026-11, docs/lab/cpu.md). Nothing is read here, and no bit of a result depends on it.
 
 use super::simd::Simd;
 use crate::problem::{Input, Output};

@@ -9,7 +9,7 @@
 //! A matrix of rows of head_dim lies in panels of two vectors of columns, the last one of one vector if that will do: a panel of a matrix of
 //! `rows` rows of lanes begins at `first column · rows`, and its rows follow one another.
 
-use super::super::blocks::{Rows, Values};
+use super::super::blocks::{KeyProduct, Rows, Values};
 use super::super::next_rows::NextRows;
 use super::super::products::{Block, Packing, Products};
 use super::super::simd::{Part, Simd, Storage};
@@ -75,15 +75,8 @@ pub(crate) trait GradientLanes<S: Simd>: Products<S> {
     type Unit;
     /// Has it.
     unsafe fn unit() -> Self::Unit;
-    /// `Sᵀ = K · Qᵀ` of a tile: `keys` keys by its queries, to rows some elements apart.
-    unsafe fn key_product(
-        keys: usize,
-        dim: usize,
-        k: Rows<S::Elem>,
-        q_t: *const S::Elem,
-        to: (*mut S::Elem, usize),
-        next: *mut NextRows,
-    );
+    /// `Sᵀ = K · Qᵀ` of a tile, to rows `row` elements apart.
+    unsafe fn key_product(product: KeyProduct<S::Elem>, row: usize);
     /// `dQᵀ += Kᵀ · dSᵀ` of a tile.
     unsafe fn query_product(product: QueryProduct<'_, S::Elem>);
     /// Sums over the queries of a run.

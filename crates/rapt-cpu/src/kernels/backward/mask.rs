@@ -9,6 +9,7 @@
 
 use std::ops::Range;
 
+use super::super::blocks::KeyProduct;
 use super::super::next_rows::NextRows;
 use super::super::simd::{Part, Real, Simd, Storage};
 use super::Keys;
@@ -92,8 +93,17 @@ unsafe fn add<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         queries::pack::<S, M, T>(problem, base, &tiles);
         let [Some(tile)] = &tiles else { return };
         let Places { p, dp, .. } = M::places(problem, base, 0, 0);
-        M::key_product(keys.n, problem.head_dim, keys.k, part(scratch.q_t), p, keys.next);
-        M::key_product(keys.n, problem.head_dim_v, keys.v, part(scratch.d_o_t), (dp, width), keys.next);
+        let product = KeyProduct {
+            keys: keys.n,
+            dim: problem.head_dim,
+            k: keys.k,
+            q_t: part(scratch.q_t),
+            s: p.0,
+            next: keys.next,
+        };
+        M::key_product(product, p.1);
+        let of_values = KeyProduct { dim: problem.head_dim_v, k: keys.v, q_t: part(scratch.d_o_t), s: dp, ..product };
+        M::key_product(of_values, width);
         let operands = Operands { p, ds: None, dp, kept: part(scratch.kept) };
         weigh::<S>(problem, tile, (0, keys.n), operands, true);
         S::apart(AddScores::<S> { n: keys.n, from: dp, sums: part(scratch.d_mask), sums_keys });

@@ -30,7 +30,7 @@ mod weigh;
 
 use std::marker::PhantomData;
 
-use super::blocks::{Rows, Values};
+use super::blocks::{KeyProduct, Rows, Values};
 use super::next_rows::NextRows;
 use super::pack::store_row;
 use super::products::{Block, Packing};
@@ -116,7 +116,9 @@ unsafe fn item<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(problem: &Backward
             keys.sum_apart::<S>(problem);
             keys.clear::<S>(problem);
             for r0 in (0..partition.rows).step_by(partition.run_rows()) {
-                ask_for::<S, M>(problem, &keys, (item, last), r0);
+                if S::PREFETCHES {
+                    *keys.next = rows_after::<S, M>(problem, &keys, (item, last), r0);
+                }
                 run_of_queries::<S, M, T>(problem, base, &mut keys, r0, partial);
             }
             keys.store::<S, T>(problem);
@@ -282,17 +284,14 @@ fn next_item(problem: &BackwardProblem, n: usize) -> Option<(usize, usize)> {
     (next / chunks < tasks).then_some((next / chunks, next % chunks * chunk_keys))
 }
 
-/// What is asked for while the run of queries from row `r0` on meets a block of keys: the rows of the next run, and this run's share of the rows that
+/// What is asked for while the run of queries from row `r0` on is multiplied with a block of keys: the rows of the next run, and this run's share of the rows that
 /// are read and written before the first run of the next block: of the item, whose keys end at `last`, or of the thread's next one.
-fn ask_for<S: Simd, M: GradientLanes<S>>(
+fn rows_after<S: Simd, M: GradientLanes<S>>(
     problem: &BackwardProblem,
     keys: &Keys<S::Elem>,
     (item, last): (usize, usize),
     r0: usize,
-) {
-    if !S::PREFETCHES {
-        return;
-    }
+) -> NextRows {
     let BackwardPartition { rows, block_n, chunk_keys, .. } = problem.partition;
     let block = keys.first + keys.n;
     let following = if block < last { Some((keys.task, block)) } else { next_item(problem, item) };
@@ -333,8 +332,7 @@ fn ask_for<S: Simd, M: GradientLanes<S>>(
     let tiles = (r1 - r0).div_ceil(problem.partition.queries);
     let panels = panels::<S>(problem.head_dim).count() + panels::<S>(problem.head_dim_v).count();
     next.spread(tiles * (2 * of(keys.n) + of(problem.head_dim)) + panels * of(keys.n));
-    // SAFETY: of the item's frame; no product is being formed.
-    unsafe { *keys.next = next };
+    next
 }
 
 /// One run of queries, from row `r0` on, with one block of keys.
@@ -443,9 +441,12 @@ unsafe fn tile_of_queries<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
         for at in (0..n).step_by(M::FORM.keys_at_a_time) {
             let keys_n = M::FORM.keys_at_a_time.min(n - at);
             let Places { p, dp, to, along_keys } = M::places(problem, base, t, at);
-            M::key_product(keys_n, problem.head_dim, keys.k.from(skip + at), q_t, p, keys.next);
+            let (k, next) = (keys.k.from(skip + at), keys.next);
+            let product = KeyProduct { keys: keys_n, dim: problem.head_dim, k, q_t, s: p.0, next };
+            M::key_product(product, p.1);
             if problem.needs_ds() {
-                M::key_product(keys_n, problem.head_dim_v, keys.v.from(skip + at), d_o_t, (dp, width), keys.next);
+                let (k, dim) = (keys.v.from(skip + at), problem.head_dim_v);
+                M::key_product(KeyProduct { dim, k, q_t: d_o_t, s: dp, ..product }, width);
             }
             let ds = (M::STEPS == 1).then_some((to[1], row));
             let operands = weigh::Operands { p, ds, dp, kept: part(scratch.kept) };

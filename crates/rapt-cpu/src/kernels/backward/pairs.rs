@@ -7,8 +7,7 @@ use std::marker::PhantomData;
 
 use half::bf16;
 
-use super::super::blocks::{Rows, Values};
-use super::super::next_rows::NextRows;
+use super::super::blocks::{KeyProduct, Rows, Values};
 use super::super::pack::transpose_in;
 use super::super::pairs::{Bf16Pairs, Paired, weave};
 use super::super::products::{Block, Lanes, Packing};
@@ -30,16 +29,9 @@ impl<S: Bf16Pairs> GradientLanes<S> for Paired {
     const UNATTENDED: f32 = f32::from_bits(0x8000_8000);
     type Unit = ();
     unsafe fn unit() {}
-    unsafe fn key_product(
-        keys: usize,
-        dim: usize,
-        k: Rows<f32>,
-        q_t: *const f32,
-        to: (*mut f32, usize),
-        next: *mut NextRows,
-    ) {
+    unsafe fn key_product(product: KeyProduct<f32>, row: usize) {
         // SAFETY: promised by the caller.
-        unsafe { products::key_product::<S, Self>(keys, dim, k, q_t, to, next) }
+        unsafe { products::key_product::<S, Self>(product, row) }
     }
     unsafe fn query_product(product: QueryProduct<'_, f32>) {
         // SAFETY: promised by the caller.

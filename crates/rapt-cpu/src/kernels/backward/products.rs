@@ -2,8 +2,8 @@
 
 use std::marker::PhantomData;
 
-use super::super::blocks::{QK_RUN, Rows, is_finite};
-use super::super::matmul::{Broadcast, Factors, Matmul, Onto, Place, next_rows, tile};
+use super::super::blocks::{KeyProduct, QK_RUN, Rows, is_finite};
+use super::super::matmul::{Broadcast, Factors, Matmul, Onto, Place, micro_rows, tile};
 use super::super::next_rows::NextRows;
 use super::super::products::Products;
 use super::super::simd::{Part, Real, Simd};
@@ -34,7 +34,7 @@ impl<S: Simd, M: Products<S>, const V: usize> Part<S> for Product<S, M, V> {
         let Product { rows, n, x, b, y, onto, next, .. } = self;
         let mut r = 0;
         while r < rows {
-            let take = next_rows::<S, V>(rows - r);
+            let take = micro_rows::<S, V>(rows - r);
             let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * b.row), ..b };
             let y = Place { ptr: y.ptr.wrapping_add(r * y.row), ..y };
             // SAFETY: rows r..r + take are below `rows`.
@@ -129,14 +129,8 @@ pub(super) unsafe fn query_product<S: Simd, M: AddAttended<S>>(product: QueryPro
 }
 
 /// `Sᵀ = K · Qᵀ` of a tile: `keys` keys by its queries, to rows `row` apart.
-pub(super) unsafe fn key_product<S: Simd, M: Products<S>>(
-    keys: usize,
-    dim: usize,
-    k: Rows<S::Elem>,
-    q_t: *const S::Elem,
-    (to, row): (*mut S::Elem, usize),
-    next: *mut NextRows,
-) {
+pub(super) unsafe fn key_product<S: Simd, M: Products<S>>(product: KeyProduct<S::Elem>, row: usize) {
+    let KeyProduct { keys, dim, k, q_t, s: to, next } = product;
     let lanes = dim.div_ceil(M::STEPS);
     for d in (0..lanes).step_by(QK_RUN) {
         let b = Broadcast { ptr: k.ptr.wrapping_add(d), row: k.stride, step: 1 };

@@ -6,6 +6,7 @@
 
 use std::marker::PhantomData;
 
+use super::super::blocks::KeyProduct;
 use super::super::next_rows::NextRows;
 use super::super::pack::load_row_of;
 use super::super::simd::{Part, Real, Simd, Storage};
@@ -118,14 +119,8 @@ pub(super) unsafe fn large<S: Simd, M: GradientRows<S, T>, T: Storage<S>>(
             queries::pack::<S, M, T>(problem, base, &tiles);
             let [Some(tile)] = &tiles else { return };
             let (x, row) = M::places(problem, base, 0, 0).p;
-            M::key_product(
-                n,
-                problem.head_dim,
-                keys.k,
-                base.wrapping_add(problem.scratch.q_t),
-                (x, row),
-                &raw mut next,
-            );
+            let q_t = base.wrapping_add(problem.scratch.q_t).cast_const();
+            M::key_product(KeyProduct { keys: n, dim: problem.head_dim, k: keys.k, q_t, s: x, next: keys.next }, row);
             let (row_max, row_sum) = (&mut row_max, &mut row_sum);
             S::apart(Accumulate::<S> { problem, tile, n, x, row, row_max, row_sum });
         }

@@ -1,7 +1,6 @@
 //! The five products with one number in a lane, of the accumulation dtype.
 
-use super::super::blocks::{Rows, Values};
-use super::super::next_rows::NextRows;
+use super::super::blocks::{KeyProduct, Rows, Values};
 use super::super::pack::{load_row_of, transpose_in};
 use super::super::products::{Block, Single};
 use super::super::simd::{Real, Simd, Storage};
@@ -27,16 +26,9 @@ impl<S: Simd> GradientLanes<S> for Single {
     const UNATTENDED: S::Elem = S::Elem::MASKED;
     type Unit = ();
     unsafe fn unit() {}
-    unsafe fn key_product(
-        keys: usize,
-        dim: usize,
-        k: Rows<S::Elem>,
-        q_t: *const S::Elem,
-        to: (*mut S::Elem, usize),
-        next: *mut NextRows,
-    ) {
+    unsafe fn key_product(product: KeyProduct<S::Elem>, row: usize) {
         // SAFETY: promised by the caller.
-        unsafe { products::key_product::<S, Self>(keys, dim, k, q_t, to, next) }
+        unsafe { products::key_product::<S, Self>(product, row) }
     }
     unsafe fn query_product(product: QueryProduct<'_, S::Elem>) {
         // SAFETY: promised by the caller.

@@ -15,7 +15,6 @@ use half::bf16;
 use super::super::beside::rows_of_tiles;
 use super::super::blocks::{KeyProduct, Rows, Values};
 use super::super::matmul::Broadcast;
-use super::super::next_rows::NextRows;
 use super::super::pack::transpose_in;
 use super::super::pairs::{Bf16Pairs, Paired};
 use super::super::parts::{AddSums, CleanParts, Numbers, lay_pair, row_of_tiles, weave_parts};
@@ -50,19 +49,13 @@ impl<S: Bf16Pairs, T: Numbers<S>> GradientLanes<S> for Tiled<T> {
         unsafe { Tiles::new() }
     }
 
-    unsafe fn key_product(
-        keys: usize,
-        dim: usize,
-        k: Rows<f32>,
-        q_t: *const f32,
-        (s, _): (*mut f32, usize),
-        next: *mut NextRows,
-    ) {
-        for _ in 0..keys.div_ceil(S::ROWS) {
-            // SAFETY: promised by the caller.
-            unsafe { (*next).ask::<S>() };
+    /// Of the five products the two of this form alone ask, before they are formed.
+    unsafe fn key_product(product: KeyProduct<f32>, _: usize) {
+        for _ in 0..product.keys.div_ceil(S::ROWS) {
+            // SAFETY: the list lives in the item's frame, and nobody else uses it now.
+            unsafe { (*product.next).ask::<S>() };
         }
-        let (rows, operands) = key_tiles::<S, T, 2>(&KeyProduct { keys, dim, k, q_t, s, next });
+        let (rows, operands) = key_tiles::<S, T, 2>(&product);
         // SAFETY: promised by the caller: all of it lies in whole tiles.
         unsafe { rows_of_tiles(rows, 2 * S::LANES, operands) }
     }

@@ -15,7 +15,7 @@ pub(crate) mod pack;
 
 use std::marker::PhantomData;
 
-use super::matmul::{Broadcast, Onto, Place, next_rows, tile};
+use super::matmul::{Broadcast, Onto, Place, micro_rows, tile};
 use super::pack::load_row;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::pairs::{Bf16Pairs, Paired};
@@ -180,7 +180,7 @@ impl<S: Simd, M: Lanes<S>> Part<S> for Blocks<S, M> {
                 let onto = if first && t == 0 { Onto::Nothing } else { Onto::Sum };
                 let mut r = 0;
                 while r < rows {
-                    let take = next_rows::<S, 2>(rows - r);
+                    let take = micro_rows::<S, 2>(rows - r);
                     // SAFETY: rows r..r + take are below `rows`, lanes t..t + n below `lanes`.
                     unsafe {
                         let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * b.row + t as isize), ..b };
