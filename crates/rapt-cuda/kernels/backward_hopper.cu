@@ -8,18 +8,18 @@
 //
 //     s = K @ q.T                            has been computed at the end of the tile before
 //     dp = V @ d_o.T                         under way
-//     dk += ds @ q                           of the tile before, under way behind it                  [ds from shared memory]
 //     p = exp2(s * c - lse + bias)           of pairs that are attended, else 0                      [or of softcap's tanh]
-//     dv += p @ d_o                          under way
 //     ds = p * (dp - delta)                  to shared memory, for both groups                       [times what softcap lets through]
-//     dq_part = ds.T @ K                     of the tile before, under way: half of the columns each, or of 128 queries 64 each
-//     dk += ds @ q                           under way behind it                                      [ds in registers]
-//     s = K @ q.T                            of the next tile, under way behind it: dq_part to shared memory
+//     dv += p @ d_o                          under way, p in registers
+//     dq_part = ds.T @ K                     of the tile before, under way behind it: half of the columns each, or of 128 queries 64 each
+//     dk += ds @ q                           under way behind it, ds in registers: dq_part to shared memory
+//     s = K @ q.T                            of the next tile
 //   hand over (a warp a group) dq += dq_part in device memory, in one order of keys: a tile waits for its turn, a count in device memory.
 //                              Items are taken in that order, so that whatever is waited for was taken before. float32.
 //
-// Heads of up to 64 columns leave registers for tiles of 128 queries: half as many chains of products, exponentials and barriers. Those of up to 96
-// leave them for ds as an operand (HOLDS).
+// Heads of up to 64 columns leave registers for tiles of 128 queries: half as many chains of products, exponentials and barriers. Wider ones leave them for
+// 80, which are no rows of a product: dq_part.T = K.T @ ds.T, 64 columns a group, of ds with queries as rows (DQ_TURNED). Each product is waited for before
+// registers of its operands are needed: where the assembler finds too few, it has products done one by one (C7512).
 // p and ds are rounded to the storage dtype where they are multiplied, and nowhere else. dq_part lies in fragments, as threads hold it:
 // backward_parts.cu makes rows of them, and multiplies by softmax_scale.
 // A head with a sum that is not finite, or a lse that is not relied on, is noted: backward_mma.cu computes it again, behind this.
@@ -28,13 +28,16 @@
 #include "backward/hopper_weigh.cuh"
 
 DEFINE_WGMMA_QK(wgmma_scores, BLOCK_M)
-DEFINE_WGMMA_KM(wgmma_dk, HEAD_DIM)
-DEFINE_WGMMA_PV(wgmma_held_dk, HEAD_DIM)
+DEFINE_WGMMA_PV(wgmma_dk, HEAD_DIM)
 DEFINE_WGMMA_PV(wgmma_dv, HEAD_DIM_V)
+#if DQ_TURNED
+DEFINE_WGMMA_TK(wgmma_dq, BLOCK_M)
+#else
 DEFINE_WGMMA_TT(wgmma_dq, DQ_COLUMNS)
+#endif
 
-// A box of queries at a time.
-constexpr int NT = BOX / 8, KT = BOX / 16, BOXES_OF_QUERIES = BM / BOX;
+// A box of queries at a time, or all.
+constexpr int AT_ONCE = DQ_TURNED ? BM : BOX, NT = AT_ONCE / 8, KT = AT_ONCE / 16, PARTS = BM / AT_ONCE;
 
 struct Consumer {
     const BackwardHopperParams& h;
@@ -44,7 +47,6 @@ struct Consumer {
     Accumulator<DV / 8> dv;
     u32 done = 0;  // tiles of queries
     u32 kv_phase = 0;
-    Place<Q_STAGES> q;
 
     // Rows of this group's keys times those of a tile of queries, over WIDTH columns: s of K and q, dp of V and d_o.
     template <int WIDTH>
@@ -58,47 +60,50 @@ struct Consumer {
         }
         wgmma_commit();
     }
-    // Of a box of queries.
-    __device__ void add_dv(OperandA<KT>& p, int box, bool add) {
-        const u32 arriving = tile_low(sh.d_o[done % 2], Q_BOX * 2) + box * (BOX * 128 / 16);
+    // Of a part of the queries.
+    __device__ void add_dv(OperandA<KT>& p, int part, bool add) {
+        const u32 arriving = tile_low(sh.d_o[done % 2], Q_BOX * 2) + part * (AT_ONCE * 128 / 16);
         wgmma_fence();
 #pragma unroll
         for (int kt = 0; kt < KT; kt++) wgmma_dv(dv, p[kt], arriving + kt * (16 * 128 / 16), add || kt > 0);
         wgmma_commit();
     }
-    // Of ds of tile n, in registers where it is held, and its queries.
-    __device__ void add_dk(OperandA<BM / 16>& ds, u32 n, u32 stage, bool add) {
-        const u32 rows = tile_low(sh.ds[n % 2], 0) + group * (64 * 128 / 16), queries = tile_low(sh.q[stage], Q_BOX * 2);
+    __device__ void add_dk(OperandA<BM / 16>& ds, bool add) {
+        const u32 queries = tile_low(sh.q[done % 2], Q_BOX * 2);
         wgmma_fence();
 #pragma unroll
-        for (int kt = 0; kt < BM / 16; kt++) {
-            const u32 at = queries + kt * (16 * 128 / 16);
-            if constexpr (HOLDS) wgmma_held_dk(dk, ds[kt], at, add || kt > 0);
-            else wgmma_dk(dk, rows + kt * (16 * 2 / 16), at, add || kt > 0);
-        }
+        for (int kt = 0; kt < BM / 16; kt++) wgmma_dk(dk, ds[kt], queries + kt * (16 * 128 / 16), add || kt > 0);
         wgmma_commit();
     }
     // Of tile n, over all keys: columns of this group, or of 128 queries its 64.
-    __device__ void multiply_ds(Accumulator<DQ_COLUMNS / 8>& dq, u32 n) const {
-        const u32 box = group * (K_BOX * 2 / 16), columns = BOXES > 1 ? box : group * (DQ_COLUMNS * 2 / 16);
-        const u32 ds = tile_low(sh.ds[n % 2], 0) + (BOXES_OF_QUERIES > 1 ? box : 0), keys = tile_low(sh.k, 0) + (BOXES_OF_QUERIES > 1 ? 0 : columns);
+    __device__ void multiply_ds(Accumulator<DQ_TILES>& dq, u32 n) const {
+        const u32 ds = tile_low(sh.ds[n % 2], 0), keys = tile_low(sh.k, 0), box = group * (K_BOX * 2 / 16);
         wgmma_fence();
 #pragma unroll
-        for (int kt = 0; kt < BN / 16; kt++) wgmma_dq(dq, ds + kt * (16 * 128 / 16), keys + kt * (16 * 128 / 16), kt > 0);
+        for (int kt = 0; kt < BN / 16; kt++) {
+            const u32 rows = kt * (16 * 128 / 16);
+#if DQ_TURNED
+            wgmma_dq(dq, keys + box + rows, ds + kt / 4 * (Q_BOX * 2 / 16) + kt % 4 * (16 * 2 / 16), kt > 0);
+#else
+            const u32 columns = BOXES > 1 ? box : group * (DQ_COLUMNS * 2 / 16);
+            wgmma_dq(dq, ds + (PARTS > 1 ? box : 0) + rows, keys + (PARTS > 1 ? 0 : columns) + rows, kt > 0);
+#endif
+        }
         wgmma_commit();
     }
+    // ds of this group's keys, for both groups.
+    __device__ void put_ds(const OperandA<BM / 16>& ds) const {
+        if (DQ_TURNED) put_turned(sh.ds[done % 2] + group * Q_BOX, ds);
+        else put_weights(sh.ds[done % 2] + group * 64 * BOX, 0, ds);
+    }
 
-    // What is left of its last tile, whose queries lie in a stage.
-    __device__ void end(OperandA<BM / 16>& ds, u32 stage, bool add) {
-        Accumulator<DQ_COLUMNS / 8> dq;
+    // What is left of its last tile.
+    __device__ void end() {
+        Accumulator<DQ_TILES> dq;
         mbarrier_wait(sh.ds_full[(done + 1) % 2], (done - 1) / 2 & 1);
         multiply_ds(dq, done + 1);
-        if (!HOLDS) add_dk(ds, done + 1, stage, add);
-        wgmma_wait<HOLDS ? 0 : 1>(dq);
+        wgmma_wait<0>(dq);
         hand_over(sh, group, dq, done - 1);
-        if (HOLDS) return;
-        wgmma_wait<0>(dk);
-        mbarrier_arrive_if(sh.q_empty[stage], threadIdx.x % 32 == 0);
     }
     __device__ void store(const Item& item) const {
         const BackwardParams& b = h.b;
@@ -131,8 +136,6 @@ struct Consumer {
             int i = item.first_tile;
             MaskColumns mask(b.all, sh, group * 64, 0);
             const Exponents exponents(b.all.scale, b.all.softcap, b.all.inverse_softcap);
-            u32 before = q.stage;  // of the queries of the tile before
-            OperandA<BM / 16> ds;
 #pragma unroll 1
             for (int left = item.tiles * b.all.group, n = 0; left > 0; left--, n++, done++) {
                 const int i0 = i * BM;
@@ -140,71 +143,60 @@ struct Consumer {
                 Accumulator<BM / 8> dp;
                 mbarrier_wait(sh.d_o_full[done % 2], done / 2 & 1);
                 multiply_rows<DV>(dp, sh.v, sh.d_o[done % 2]);
-                // Where there is no tile before, of whatever lies there: nothing is added to that.
-                if (!HOLDS) add_dk(ds, done + 1, before, n > 1);
 #if MASK != NO_MASK
                 mbarrier_wait(sh.mask_full, done & 1);
 #endif
                 const bool is_partly = i0 < whole_from | i0 > whole_to;
-                OperandA<BM / 16> p;
+                OperandA<BM / 16> ds;
 #pragma unroll
-                for (int box = 0; box < BOXES_OF_QUERIES; box++) {
-                    Accumulator<NT>& of = tiles_from<NT>(s + box * NT);
-                    OperandA<KT>& weights = tiles_from<KT>(p + box * KT);
-                    exponentiate(of, exponents, sh.lse[q.stage] + box * BOX, mask, box * NT);
-                    if (is_partly) leave_out(of, extent_of(h.items, sh.items[round % 2]), item.first() + group * 64, i0 + box * BOX);
-                    pack_weights<NT>(weights, of);
-                    add_dv(weights, box, n > 0 || box > 0);
-                    if (box == 0) wgmma_wait<1>(dp);
-                    if (!HOLDS) {
-                        wgmma_wait<1>(dk);
-                        mbarrier_arrive_if(sh.q_empty[before], is_first & (n > 0));
-                    }
-                    weigh(tiles_from<KT>(ds + box * KT), of, tiles_from<NT>(dp + box * NT), sh.delta[q.stage] + box * BOX, exponents, sh.lse[q.stage] + box * BOX);
-                    // The next box's weights would find no registers beside these.
-                    if (box + 1 < BOXES_OF_QUERIES) wgmma_wait<0>(dv);
+                for (int part = 0; part < PARTS; part++) {
+                    Accumulator<NT>& of = tiles_from<NT>(s + part * NT);
+                    const float* lse = sh.lse[done % 2] + part * AT_ONCE;
+                    exponentiate(of, exponents, lse, mask, part * NT);
+                    if (is_partly) leave_out(of, extent_of(h.items, sh.items[round % 2]), item.first() + group * 64, i0 + part * AT_ONCE);
+                    if (part == 0) wgmma_wait<0>(dp);
+                    OperandA<KT> p;
+                    pack_weights<NT>(p, of);
+                    weigh(tiles_from<KT>(ds + part * KT), of, tiles_from<NT>(dp + part * NT), sh.delta[done % 2] + part * AT_ONCE, exponents, lse);
+                    add_dv(p, part, n > 0 || part > 0);
+                    // The next part's weights would find no registers beside these.
+                    if (part + 1 < PARTS) wgmma_wait<0>(dv);
                 }
 #if MASK != NO_MASK
                 __syncwarp();
                 mbarrier_arrive_if(sh.mask_empty, is_first);
 #endif
                 mbarrier_wait(sh.ds_empty[done % 2], done / 2 & 1 ^ 1);
-                put_weights(sh.ds[done % 2] + group * 64 * BOX, 0, ds);
+                put_ds(ds);
                 fence_proxy_async();
-                // The products of this group read what its four warps have put there.
-                if (HOLDS) __syncwarp();
-                else bar_sync(OWN_DS + group, 128);
+                __syncwarp();
                 mbarrier_arrive_if(sh.ds_full[done % 2], is_first);
                 // dq of the tile before: the other group is not waited for.
-                Accumulator<DQ_COLUMNS / 8> dq;
+                Accumulator<DQ_TILES> dq;
                 if (n > 0) mbarrier_wait(sh.ds_full[(done + 1) % 2], (done - 1) / 2 & 1);
                 multiply_ds(dq, done + 1);
-                before = q.stage;
-                if (HOLDS) add_dk(ds, done, before, n > 0);
-                q.advance();
-                if (left > 1) mbarrier_wait(sh.q_full[q.stage], q.phase);
-                // Of whatever lies there behind the last one.
-                multiply_rows<D>(s, sh.k, sh.q[q.stage]);
-                wgmma_wait<HOLDS ? 2 : 1>(dq);
+                wgmma_wait<1>(dv);
                 mbarrier_arrive_if(sh.d_o_empty[done % 2], is_first);
+                add_dk(ds, n > 0);
+                wgmma_wait<1>(dq);
                 if (n > 0) {
                     mbarrier_arrive_if(sh.ds_empty[(done + 1) % 2], is_first);
                     hand_over(sh, group, dq, done - 1);
                 }
-                if (HOLDS) {
-                    wgmma_wait<1>(dk);
-                    mbarrier_arrive_if(sh.q_empty[before], is_first);
-                }
+                wgmma_wait<0>(dk);
+                mbarrier_arrive_if(sh.q_empty[done % 2], is_first);
+                if (left > 1) mbarrier_wait(sh.q_full[(done + 1) % 2], (done + 1) / 2 & 1);
+                // Of whatever lies there behind the last one.
+                multiply_rows<D>(s, sh.k, sh.q[(done + 1) % 2]);
                 // Nothing is under way where the loop begins again: what is there is done one by one (C7514).
                 wgmma_wait<0>(s);
-                wgmma_wait<0>(dv);
             }
-            end(ds, before, item.tiles * b.all.group > 1);
+            end();
             mbarrier_arrive_if(sh.kv_empty, is_first);
             // The other group has read ds too: rows of gradients come there.
             bar_sync(DS, CONSUMERS);
             mbarrier_arrive_if(sh.ds_empty[(done + 1) % 2], is_first);
-            const Item stored = VARLEN ? as_uniform(sh.items[round % 2]) : item;
+            const Item stored = as_uniform(sh.items[round % 2]);
             mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
             store(stored);
         }

@@ -36,7 +36,6 @@ struct Consumer {
     Accumulator<COLUMNS_V / 8> dv;
     u32 done = 0;  // tiles of queries
     u32 kv_phase = 0;
-    Place<Q_STAGES> q;
 
     // Rows of keys times this group's of a tile of queries, over WIDTH columns: s of K and q, dp of V and d_o.
     template <int WIDTH>
@@ -58,7 +57,7 @@ struct Consumer {
         wgmma_commit();
     }
     __device__ void add_dk() {
-        const u32 ds = tile_low(sh.ds[2], 0), queries = tile_low(sh.q[q.stage], Q_BOX * 2) + group * (COLUMNS / BOX) * (Q_BOX * 2 / 16);
+        const u32 ds = tile_low(sh.ds[2], 0), queries = tile_low(sh.q[done % 2], Q_BOX * 2) + group * (COLUMNS / BOX) * (Q_BOX * 2 / 16);
         wgmma_fence();
 #pragma unroll
         for (int kt = 0; kt < KT; kt++) wgmma_dk(dk, ds + kt * (16 * 2 / 16), queries + kt * (16 * 128 / 16), 1);
@@ -104,7 +103,7 @@ struct Consumer {
 #if MASK != NO_MASK
                 mbarrier_wait(sh.mask_full, done & 1);
 #endif
-                exponentiate(s, exponents, sh.lse[q.stage] + group * QUERIES, mask);
+                exponentiate(s, exponents, sh.lse[done % 2] + group * QUERIES, mask);
 #if MASK != NO_MASK
                 __syncwarp();
                 mbarrier_arrive_if(sh.mask_empty, is_first);
@@ -118,23 +117,21 @@ struct Consumer {
                 bar_sync(DS, CONSUMERS);
                 add_dv();
                 wgmma_wait<1>(dp);
-                weigh(weights, s, dp, sh.delta[q.stage] + group * QUERIES, exponents, sh.lse[q.stage] + group * QUERIES);
+                weigh(weights, s, dp, sh.delta[done % 2] + group * QUERIES, exponents, sh.lse[done % 2] + group * QUERIES);
                 put_weights(sh.ds[2], group * NT, weights);
                 fence_proxy_async();
                 bar_sync(DS, CONSUMERS);
                 add_dk();
                 Accumulator<DQ_COLUMNS / 8> dq;
                 multiply_ds(dq);
-                const u32 at = q.stage;
-                q.advance();
-                if (left > 1) mbarrier_wait(sh.q_full[q.stage], q.phase);
+                if (left > 1) mbarrier_wait(sh.q_full[(done + 1) % 2], (done + 1) / 2 & 1);
                 // Of whatever lies there behind the last one.
-                multiply_rows<D>(s, sh.k, sh.q[q.stage]);
+                multiply_rows<D>(s, sh.k, sh.q[(done + 1) % 2]);
                 wgmma_wait<3>(dv);
                 mbarrier_arrive_if(sh.d_o_empty[0], is_first);
                 wgmma_wait<1>(dk);
                 wgmma_wait<1>(dq);
-                mbarrier_arrive_if(sh.q_empty[at], is_first);
+                mbarrier_arrive_if(sh.q_empty[done % 2], is_first);
                 hand_over(sh, group, dq, done);
                 // Nothing is under way where the loop begins again (C7514).
                 wgmma_wait<0>(s);

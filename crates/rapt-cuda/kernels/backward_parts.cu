@@ -1,7 +1,8 @@
 // dq of the sums that backward_hopper.cu leaves: rows of a gradient, multiplied by softmax_scale. A tile that sees no key has none: zeros.
 //
 //   A block 64 rows. Sums lie in fragments, of as many warps as there are 16 rows, all columns or half of them after the other, 64 at a time: through
-//   shared memory they become rows.
+//   shared memory they become rows. Where columns of dq were rows of the product (DQ_TURNED), a block is a tile of queries: fragments of 64 columns and
+//   of the others, of as many eights of queries as 16 rows have.
 //
 // A head with a sum that is not finite, or with a lse that is not relied on, is noted: backward_mma.cu computes it again.
 
@@ -9,7 +10,7 @@
 #include "backward/sequences.cuh"
 #include "common/tile.cuh"
 
-constexpr int THREADS = 256, BM = 64, COLUMNS = DQ_ROW, ROW = COLUMNS + 8;  // elements of a row: its units are odd in number
+constexpr int THREADS = 256, BM = DQ_TURNED ? BLOCK_M : 64, COLUMNS = DQ_ROW, ROW = COLUMNS + 8;  // elements of a row: its units are odd in number
 constexpr int PIECE = DQ_COLUMNS < 64 ? DQ_COLUMNS : 64;                    // columns
 
 struct Shared {
@@ -17,19 +18,41 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward_parts.cu disagree on shared memory");
 
+// Four sums of the warp's 32 lanes, the at-th of a block with so many rows of 16, to their rows: all lanes.
+#if DQ_TURNED
+__device__ inline void put(Elem* rows, const float4& x, float scale, int at, int sixteens) {
+    const int of_first = sixteens * 256, threads = at < of_first ? 128 : (COLUMNS - 64) * 2, in_group = at < of_first ? at : at - of_first;
+    const int eight = in_group / threads, thread = in_group - eight * threads;
+    // A lane has two queries of a column, and of that 8 columns further on; the lane of the next column has its first or second query beside them.
+    const u32 low = pack(x.x * scale, x.y * scale), high = pack(x.z * scale, x.w * scale);
+    const u32 other_low = __shfl_xor_sync(~0u, low, 4), other_high = __shfl_xor_sync(~0u, high, 4);
+    const int second = lane_row(thread) % 2;
+    const auto pair = [&](u32 own, u32 other) { return second ? other >> 16 | (own & 0xffff0000u) : (own & 0xffffu) | other << 16; };
+    Elem* to = rows + (eight * 8 + lane_column(thread) + second) * ROW + (at < of_first ? 0 : 64) + thread / 32 * 16 + lane_row(thread) - second;
+    *(u32*)to = pair(low, other_low), *(u32*)(to + 8) = pair(high, other_high);
+}
+#else
+__device__ inline void put(Elem* rows, const float4& x, float scale, int at, int sixteens) {
+    const int of_piece = sixteens * (16 * PIECE / 4), piece = at / of_piece, in_piece = at - piece * of_piece;
+    const int nt = in_piece / (sixteens * 32), thread = in_piece - nt * (sixteens * 32);
+    Elem* to = rows + (thread / 32 * 16 + lane_row(thread)) * ROW + piece * PIECE + nt * 8 + lane_column(thread);
+    *(u32*)to = pack(x.x * scale, x.y * scale), *(u32*)(to + 8 * ROW) = pack(x.z * scale, x.w * scale);
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ BackwardParams b) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& sh = *(Shared*)memory;
     const Params& p = b.all;
     const int tiles = b.padded_rows / BM, matrix = blockIdx.x / tiles, tile = blockIdx.x - matrix * tiles;
     const int batch = matrix / p.heads, head = matrix - batch * p.heads;
-    // Queries of a head or sequence from i0 on; how many tiles of 16 rows of theirs there are, and where in dq_sums.
+    // Queries of a head or sequence from i0 on; how many sixteens of rows of theirs there are, and where in dq_sums.
 #if VARLEN
     const OwnRows<BLOCK_M, false> own(b, 0, tile * BM / BLOCK_M);
     const Sequence& sequence = own.sequence;
     const int within = tile * BM % BLOCK_M, i0 = own.first + within, rows = min(BM, own.rows - within);
     if (rows <= 0) return;
-    const int begin = clamp(sequence.q0, 0, p.q_len) / 16 + sequence.number + 1, warps = (rows + 15) / 16;
+    const int begin = clamp(sequence.q0, 0, p.q_len) / 16 + sequence.number + 1, sixteens = (rows + 15) / 16;
     const i64 at_row = (i64)matrix * b.sum_rows + begin * 16 + i0;
     const bool is_in_order = ((const KeyTile*)b.key_tiles)->is_in_order != 0;
 #else
@@ -37,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
     const int i0 = tile * BM, rows = min(BM, p.q_len - i0);
     // Beyond the last row: of a tile of 128 queries.
     if (rows <= 0) return;
-    constexpr int warps = 4;
+    constexpr int sixteens = BM / 16;
     const i64 at_row = (i64)blockIdx.x * BM;
     constexpr bool is_in_order = true;
 #endif
@@ -48,13 +71,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
     // Sums that nobody has added to are computed behind this.
     float odd = is_in_order ? 0 : not_a_number();
 #pragma unroll 4
-    for (int at = threadIdx.x; at < warps * (16 * COLUMNS / 4); at += THREADS) {
+    for (int at = threadIdx.x; at < sixteens * (16 * COLUMNS / 4); at += THREADS) {
         const float4 x = is_empty ? float4{0, 0, 0, 0} : sums[at];
         odd += 0 * x.x + 0 * x.y + 0 * x.z + 0 * x.w;
-        const int piece = at / (warps * (16 * PIECE / 4)), in_piece = at - piece * (warps * (16 * PIECE / 4));
-        const int nt = in_piece / (warps * 32), thread = in_piece - nt * (warps * 32);
-        Elem* to = sh.rows + (thread / 32 * 16 + lane_row(thread)) * ROW + piece * PIECE + nt * 8 + lane_column(thread);
-        *(u32*)to = pack(x.x * scale, x.y * scale), *(u32*)(to + 8 * ROW) = pack(x.z * scale, x.w * scale);
+        put(sh.rows, x, scale, at, sixteens);
     }
     // A lse that is no number is of a row with a sum that is none.
     if (threadIdx.x < rows) {

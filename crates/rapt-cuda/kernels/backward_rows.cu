@@ -179,7 +179,9 @@ __device__ inline void find_states(const BackwardParams& b) {
 #if VARLEN
     if (b.log2_lse != nullptr) {
         find_key_tiles(b);
-        const OwnRows<BLOCK_M, false> own(b, 0, (blockIdx.x - matrix * b.units) * ROWS_OF_BLOCK / BLOCK_M);
+        // A warp's rows lie in one tile of queries.
+        static_assert(BLOCK_M % (32 / LANES) == 0, "rows of a warp lie in two tiles");
+        const OwnRows<BLOCK_M, false> own(b, 0, (padded - (int)threadIdx.x % 32 / LANES) / BLOCK_M);
         if (own.rows <= 0) return;
         i = own.sequence.first_query() + own.first + padded % BLOCK_M, end = own.sequence.first_query() + own.first + own.rows;
     }
@@ -190,7 +192,7 @@ __device__ inline void find_states(const BackwardParams& b) {
     if (threadIdx.x % LANES != 0) return;
     if (i < end) b.states[state_index(p, batch, head, i)] = state;
 #if STORAGE == F16 || STORAGE == BF16
-    if (b.log2_lse == nullptr) return;
+    if (b.log2_lse == nullptr || padded >= b.padded_rows) return;
     float* to = b.log2_lse + (i64)matrix * b.padded_rows + padded;
     to[0] = __fmaf_rn(state.top, LOG2_E, state.log2_sum), to[(i64)b.batch * p.heads * b.padded_rows] = state.delta;
 #endif

@@ -59,9 +59,11 @@ pub(crate) struct BackwardParams {
     padding: i32,
 }
 
-/// Rows of a tile of queries of backward_hopper.cu and backward_hopper_wide.cu, and of the former's heads of up to 64 columns.
+/// Rows of a tile of queries of backward_hopper.cu and backward_hopper_wide.cu, of the former's heads of up to 64 columns, and of those beyond whose dq it
+/// computes transposed.
 pub(crate) const HOPPER_ROWS: usize = 64;
 pub(crate) const HOPPER_TALL_ROWS: usize = 128;
+pub(crate) const HOPPER_TURNED_ROWS: usize = 80;
 /// Keys of an item of backward_hopper.cu, and of backward_hopper_wide.cu.
 pub(crate) const HOPPER_KEYS: usize = 128;
 pub(crate) const HOPPER_WIDE_KEYS: usize = 64;

@@ -184,6 +184,30 @@ fn sums_leave_registers_for_the_boxes_that_are_written_out() {
 }
 
 #[test]
+fn sums_leave_registers_turned() {
+    let (tv, threads, values, rows) = registers("stmatrix.x4.trans");
+    assert_eq!((threads, values, rows), (32, 8, 8));
+    let program = program("turned", HEAD_DIMS[0]);
+    let sums = Sums::read(&program);
+    let swizzled: BTreeMap<(i64, i64), i64> =
+        printed(&program, "box").into_iter().map(|line| ((line[0], line[1]), line[2])).collect();
+    let address: BTreeMap<(i64, i64), i64> =
+        printed(&program, "turned").into_iter().map(|line| ((line[0], line[1]), line[2])).collect();
+    let mut seen = BTreeSet::new();
+    for ((warp, lane), value) in address.keys().flat_map(|key| (0..values).map(move |value| (*key, value))) {
+        let (matrix, half) = (value / 2, value % 2);
+        let (row, column) = element(&tv, rows, lane, value);
+        let column = column - 8 * matrix;
+        let stored = address[&(warp, 8 * matrix + row)] + 2 * column;
+        // The words are of rows 0 and 1 of a tile, then of the next.
+        let (sum_row, sum_column) = sums.at(lane, matrix / 2, matrix % 2 * 2 + half);
+        assert_eq!(stored, swizzled[&(sum_column, warp * 16 + sum_row)], "{warp} {lane} {value}");
+        assert!(seen.insert(stored));
+    }
+    assert_eq!(seen.len(), 16 * 64);
+}
+
+#[test]
 fn biases_lie_as_tma_swizzles_them_and_are_loaded_as_the_scores_lie() {
     let program = program("biases", HEAD_DIMS[0]);
     let sums = Sums::read(&program);

@@ -17,12 +17,13 @@ constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr int boxes_of(int dim) { return WIDE ? (dim + 2 * BOX - 1) / (2 * BOX) * 2 : (dim + BOX - 1) / BOX; }
 constexpr int BOXES = boxes_of(D), V_BOXES = boxes_of(DV);
 constexpr int K_BOX = BN * BOX, Q_BOX = BM * BOX;  // elements
-// Floats of a group's part of a tile of dq, and of a piece of it.
-constexpr int DQ_PART = 64 * DQ_COLUMNS;  // [batch, heads, tiles of queries, 2, DQ_PART] in device memory
+// Tiles of 8 columns of a group's part of dq of a tile, and floats of it: queries are its rows, or columns of dq are (DQ_TURNED).
+constexpr int DQ_TILES = DQ_TURNED ? BM / 8 : DQ_COLUMNS / 8;
+constexpr int DQ_PART = 64 * 8 * DQ_TILES;  // [batch, heads, tiles of queries, 2, DQ_PART] in device memory, but for columns that there are not
 constexpr int DQ_PIECES = WIDE ? DQ_COLUMNS / BOX : 1, DQ_PIECE = DQ_PART / DQ_PIECES;
 // Tiles of weights: ds twice, or p twice and ds.
 constexpr int WEIGHTS = WIDE ? 3 : 2;
-static_assert(BM == 64 || BM == 128 && BOXES == 1 && V_BOXES == 1, "one box of queries, or two of few columns");
+static_assert(DQ_TURNED ? BM % 16 == 0 && BOXES == 2 : BM == 64 || BM == 128 && BOXES == 1 && V_BOXES == 1, "a box of queries, or two of few columns, or dq turned");
 static_assert(BN == (WIDE ? 64 : 128), "two groups of 64 keys, or one for both");
 
 // Byte for byte BackwardHopperParams of backward.rs.
@@ -77,10 +78,12 @@ __device__ inline int kv_len_of(const Items& items, const Item& item) {
 __device__ inline int first_query_of(const volatile Item& item) { return item.first_query; }
 __device__ inline int first_key_of(const volatile Item& item) { return item.first_key; }
 __device__ inline int query_tile_of(const volatile Item& item) { return item.query_tile; }
+__device__ inline int sums_tile_of(const volatile Item& item) { return item.sums_tile; }
 #else
 __device__ inline int first_query_of(const volatile Item&) { return 0; }
 __device__ inline int first_key_of(const volatile Item&) { return 0; }
 __device__ inline int query_tile_of(const volatile Item&) { return 0; }
+__device__ inline int sums_tile_of(const volatile Item&) { return 0; }
 #endif
 __device__ inline int entry_of(const Item& item) {
 #if VARLEN
@@ -93,7 +96,7 @@ __device__ inline int entry_of(const Item& item) {
 struct Shared {
     __align__(1024) Elem k[BOXES * K_BOX];
     __align__(1024) Elem v[V_BOXES * K_BOX];
-    __align__(1024) Elem ds[WEIGHTS][BM / BOX * K_BOX];
+    __align__(1024) Elem ds[WEIGHTS][BM * BN];
     __align__(1024) float dq[2][DQ_STAGES][DQ_PIECE];
     __align__(1024) Elem q[Q_STAGES][BOXES * Q_BOX];
     __align__(1024) Elem d_o[D_O_STAGES][V_BOXES * Q_BOX];
@@ -115,7 +118,7 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward/hopper_load.cuh disagree on shared memory");
 
 // Barriers of the block by number, 0 being everyone's.
-enum { DS = 1, OWN_DS = 2 };
+enum { DS = 1 };
 
 __device__ inline void init_barriers(Shared& sh) {
     for (int n = 0; n < Q_STAGES; n++) mbarrier_init(sh.q_full[n], LOADERS), mbarrier_init(sh.q_empty[n], 8);
@@ -294,25 +297,53 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
     }
 }
 
-// Rows of 16 of a group's part of tile i that there are: of half of the columns all of the tile's, of 128 queries half of them.
-__device__ inline int parts_of(const Extent& of, int i, int group) {
-    const int left = of.q_len - i * BM - (BM > 64 ? group * 64 : 0);
-    return left >= 64 ? 4 : left <= 0 ? 0 : (left + 15) / 16;
-}
+// Threads of a group that have columns of dq which there are, where these are rows.
+__device__ constexpr int threads_of(int group) { return DQ_TURNED && group == 1 ? (D - 64) * 2 : 128; }
 
-// A piece of a part of dq to device memory, or added to what is there: of so many warps.
-__device__ inline void add_piece(float* to, const float* piece, int warps, bool is_first) {
-    if (warps == 4) {
-        if (is_first) bulk_store(to, piece, DQ_PIECE * 4);
-        else bulk_add(to, piece, DQ_PIECE * 4);
-        return;
+// A group's part of dq of tile i of a matrix of queries in device memory, and how much of it there is: eights of queries by `threads_of`, the first group's
+// before the second's; or warps of 16 rows, of half of the columns all of the tile's, of 128 queries half of them.
+struct PartOfDq {
+    float* at;
+#if DQ_TURNED
+    u32 bytes;
+    __device__ PartOfDq(const BackwardHopperParams& h, const volatile Item& item, int matrix, int i, int group) {
+        const int rows = VARLEN ? min(BM, (extent_of(h.items, item).q_len - i * BM + 15) / 16 * 16) : BM;
+        at = h.b.dq_sums + ((i64)matrix * h.b.sum_rows + sums_tile_of(item) * 16 + i * BM) * D + group * (rows * 64);
+        bytes = rows / 8 * threads_of(group) * 16;
     }
+    // A piece to device memory, or added to what is there.
+    __device__ void add(int, const float* piece, bool is_first) const {
+        if (is_first) bulk_store(at, piece, bytes);
+        else bulk_add(at, piece, bytes);
+    }
+#else
+    int warps;
+    __device__ PartOfDq(const BackwardHopperParams& h, const volatile Item& item, int matrix, int i, int group) {
+#if VARLEN
+        const int left = item.of.q_len - i * BM - (BM > 64 ? group * 64 : 0);
+        warps = left >= 64 ? 4 : left <= 0 ? 0 : (left + 15) / 16;
+        at = h.b.dq_sums + ((i64)matrix * h.b.sum_rows + item.sums_tile * 16 + i * BM) * (2 * DQ_PART / BM) +
+             group * (BM > 64 ? DQ_PART : warps * (DQ_PART / 4));
+#else
+        warps = 4;
+        at = h.b.dq_sums + (i64)((matrix * (h.b.padded_rows / BM) + i) * 2 + group) * DQ_PART;
+#endif
+    }
+    __device__ void add(int number, const float* piece, bool is_first) const {
+        float* to = at + number * warps * (DQ_PIECE / 4);
+        if (warps == 4) {
+            if (is_first) bulk_store(to, piece, DQ_PIECE * 4);
+            else bulk_add(to, piece, DQ_PIECE * 4);
+            return;
+        }
 #pragma unroll 1
-    for (int from = 0; from < DQ_PIECE && warps > 0; from += 512, to += warps * 128) {
-        if (is_first) bulk_store(to, piece + from, warps * 512);
-        else bulk_add(to, piece + from, warps * 512);
+        for (int from = 0; from < DQ_PIECE && warps > 0; from += 512, to += warps * 128) {
+            if (is_first) bulk_store(to, piece + from, warps * 512);
+            else bulk_add(to, piece + from, warps * 512);
+        }
     }
-}
+#endif
+};
 
 // A group's part of dq, as its threads hold it, to device memory: one thread.
 __device__ inline void add_in_turn(const BackwardHopperParams& h, Shared& sh, int group) {
@@ -330,21 +361,14 @@ __device__ inline void add_in_turn(const BackwardHopperParams& h, Shared& sh, in
                 const int i = item.first_tile + n * h.items.step, matrix = item.batch * p.heads + item.kv_head * p.group + opaque(head);
                 const u32 turn = turn_of(extent_of(h.items, item), h.items.step, item.tile, i);
                 u32* turns = turns_of(h.b) + (matrix * (h.b.padded_rows / BM) + query_tile_of(item) + i) * 2 + group;
-#if VARLEN
-                const int warps = parts_of(extent_of(h.items, item), i, group);
-                float* part = h.b.dq_sums + ((i64)matrix * h.b.sum_rows + item.sums_tile * 16 + i * BM) * (2 * DQ_PART / BM) +
-                              group * (BM > 64 ? DQ_PART : warps * (DQ_PART / 4));
-#else
-                constexpr int warps = 4;
-                float* part = h.b.dq_sums + (i64)((matrix * (h.b.padded_rows / BM) + i) * 2 + group) * DQ_PART;
-#endif
+                const PartOfDq part(h, item, matrix, i, group);
 #pragma unroll 1
-                for (int piece = 0; piece < DQ_PIECES; piece++, dq.advance(), part += warps * (DQ_PIECE / 4)) {
+                for (int piece = 0; piece < DQ_PIECES; piece++, dq.advance()) {
                     mbarrier_wait(sh.dq_full[group][dq.stage], dq.phase);
                     while (piece == 0 && load_acquire(turns) != turn) {
                     }
                     if (piece == 0) fence_proxy_async_global();
-                    add_piece(part, sh.dq[group][dq.stage], warps, turn == 0);
+                    part.add(piece, sh.dq[group][dq.stage], turn == 0);
                     tma_store_commit();
                     tma_store_wait();
                     mbarrier_arrive(sh.dq_empty[group][dq.stage]);

@@ -9,8 +9,9 @@
 
 // This thread's first row of its group's keys.
 __device__ inline int key_of_thread() {
-    // Found again for each tile of sequences: kept, it was spilled at 64 columns. Found again, others were at 32 and 48.
-    const u32 thread = VARLEN && D > 48 ? opaque((int)threadIdx.x) : threadIdx.x;
+    // Found again for each tile of sequences: kept, it was spilled at 64 columns. Found again, others were at 32 and 48. And where dq is turned: kept, it was
+    // spilled at 128.
+    const u32 thread = DQ_TURNED ? reread_tid() : VARLEN && D > 48 ? opaque((int)threadIdx.x) : threadIdx.x;
     return thread % 128 / 32 * 16 + lane_row((int)thread);
 }
 
@@ -78,6 +79,14 @@ __device__ inline void put_weights(Elem* tile, int first, const OperandA<KT>& of
     }
 }
 
+// An operand to a tile with queries as rows, whose columns are the group's keys.
+template <int KT>
+__device__ inline void put_turned(Elem* tile, const OperandA<KT>& of) {
+    const u32 at = shared_address(tile) + stmatrix_turned(threadIdx.x % 128 / 32, threadIdx.x % 32);
+#pragma unroll
+    for (int kt = 0; kt < KT; kt++) stmatrix_trans(at + kt * (16 * 128), of[kt][0], of[kt][1], of[kt][2], of[kt][3]);
+}
+
 // Rows of dk or dv from a group's first key on, and of so many columns.
 struct KeyRows {
     Elem* first;
@@ -91,7 +100,9 @@ __device__ inline KeyRows rows_of_keys(void* to, const i64 (&stride)[4], const I
 // Sums of a group's keys to such rows: a warp's 16 through its rows of BOXES_AT_ONCE tiles at `tile`, which nobody reads any more.
 template <int BOXES_AT_ONCE, int TILES>
 __device__ inline void store_rows(Elem* tile, const Accumulator<TILES>& sums, const KeyRows& to, float factor) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, rows = min(16, to.rows - row), c = out_column(lane);
+    // Read again for the same reason as there.
+    const int lane = threadIdx.x % 32, row = (DQ_TURNED ? reread_tid() : threadIdx.x) % 128 / 32 * 16;
+    const int rows = min(16, to.rows - row), c = out_column(lane);
     u8* const own = (u8*)tile + row * 128;
     const u32 at = shared_address(own) + stmatrix_row(lane);
     const auto word = [&](int nt, int r) { return pack(sums[nt][r * 2] * factor, sums[nt][r * 2 + 1] * factor); };
@@ -140,25 +151,26 @@ __device__ inline void store_nothing(const BackwardParams& b, const Item& item, 
 template <class Consumer, int NT>
 __device__ inline void begin_item(Consumer& of, Accumulator<NT>& s) {
     mbarrier_wait(of.sh.k_full, of.kv_phase);
-    mbarrier_wait(of.sh.q_full[of.q.stage], of.q.phase);
-    of.template multiply_rows<D>(s, of.sh.k, of.sh.q[of.q.stage]);
+    mbarrier_wait(of.sh.q_full[of.done % 2], of.done / 2 & 1);
+    of.template multiply_rows<D>(s, of.sh.k, of.sh.q[of.done % 2]);
     wgmma_wait<0>(s);
     mbarrier_wait(of.sh.v_full, of.kv_phase);
     of.kv_phase ^= 1;
 }
 
 // A group's part of dq of the nth tile, to those that add it in its turn: a piece at a time.
-__device__ inline void hand_over(Shared& sh, int group, const Accumulator<DQ_COLUMNS / 8>& dq, u32 tile) {
-    constexpr int TILES = DQ_COLUMNS / 8 / DQ_PIECES;
+__device__ inline void hand_over(Shared& sh, int group, const Accumulator<DQ_TILES>& dq, u32 tile) {
+    constexpr int TILES = DQ_TILES / DQ_PIECES;
+    const int threads = threads_of(group), thread = threadIdx.x % 128;
 #pragma unroll
     for (int piece = 0; piece < DQ_PIECES; piece++) {
         const u32 n = tile * DQ_PIECES + piece, stage = n % DQ_STAGES;
-        float4* to = (float4*)sh.dq[group][stage] + threadIdx.x % 128;
+        float4* to = (float4*)sh.dq[group][stage] + thread;
         mbarrier_wait(sh.dq_empty[group][stage], n / DQ_STAGES & 1 ^ 1);
 #pragma unroll
         for (int nt = 0; nt < TILES; nt++) {
             const float(&x)[4] = dq[piece * TILES + nt];
-            to[nt * 128] = {x[0], x[1], x[2], x[3]};
+            if (threads == 128 || thread < threads) to[nt * threads] = {x[0], x[1], x[2], x[3]};
         }
         fence_proxy_async();
         mbarrier_arrive(sh.dq_full[group][stage]);

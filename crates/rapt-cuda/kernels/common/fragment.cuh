@@ -78,6 +78,10 @@ __device__ constexpr u32 stmatrix_row(int lane) { return lane % 16 * 128; }
 __device__ constexpr u32 stmatrix_unit(u32 row, int lane, int nt, int first) {
     return row + (nt / 8 - first) * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16;
 }
+// The same for stmatrix.x4.trans, where columns of sums become rows of a box: 8 of them, and the next 8. The warp's 16 rows are columns 16*warp.. there.
+__device__ constexpr u32 stmatrix_turned(int warp, int lane) {
+    return (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+}
 
 // Rows that a lane writes out, 16 bytes of each: the ith of 4, its column, and the lane whose first (i < 2) or second row it is.
 __device__ constexpr int out_row(int lane, int i) { return i * 4 + lane / 8; }

@@ -242,6 +242,10 @@ __device__ inline int reread_tid() {
 
 // A warp's four 8 x 8 matrices of 16-bit elements to shared memory: lane l holds in word i columns 2*(l%4).. of row l/4 of
 // matrix i, and names where row l%8 of matrix l/8 goes.
+__device__ inline void stmatrix_trans(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
 __device__ inline void stmatrix(u32 to, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");

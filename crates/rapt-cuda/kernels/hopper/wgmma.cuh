@@ -90,20 +90,21 @@ __device__ inline u32 tile_low(const void* tile, u32 box_bytes) {
         );                                                                                                                \
     }
 
-// x (64 x N) = or += 16 columns of a tile, of A, times 16 rows of an MN-major one. A is K-major, or MN-major with 64 columns of which 16
-// rows are taken.
-#define DEFINE_WGMMA(NAME, N, A_MAJOR)                                                                                       \
+// x (64 x N) = or += 16 columns of A times 16 rows of B. A is K-major (0), or MN-major (1) with 64 columns of which 16 rows are taken; B is MN-major, or
+// K-major with N rows of which 16 columns are taken.
+#define DEFINE_WGMMA(NAME, N, A_MAJOR, B_MAJOR)                                                                              \
     __device__ inline void NAME(Accumulator<N / 8>& x, u32 rows, u32 others, int add) {                                  \
         u32 high = TILE_HIGH, high_again = TILE_HIGH, none = 0; /* %5 */                                                  \
         asm volatile(                                                                                                     \
             "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %4, 0;\nmov.b64 a, {%0, %1};\nmov.b64 b, {%2, %3};\n"  \
             "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(N) "k16.f32." MMA_TYPE "." MMA_TYPE                               \
-            " {" REGISTERS_OF(N) "}, a, b, add, 1, 1, " #A_MAJOR ", 1;\n}"                                               \
+            " {" REGISTERS_OF(N) "}, a, b, add, 1, 1, " #A_MAJOR ", " #B_MAJOR ";\n}"                                    \
             : "+r"(rows), "+r"(high), "+r"(others), "+r"(high_again), "+r"(add), "+r"(none), SUMS_OF(N, x)                \
         );                                                                                                                \
     }
-#define DEFINE_WGMMA_KM(NAME, N) DEFINE_WGMMA(NAME, N, 0)
-#define DEFINE_WGMMA_TT(NAME, N) DEFINE_WGMMA(NAME, N, 1)
+#define DEFINE_WGMMA_KM(NAME, N) DEFINE_WGMMA(NAME, N, 0, 1)
+#define DEFINE_WGMMA_TT(NAME, N) DEFINE_WGMMA(NAME, N, 1, 1)
+#define DEFINE_WGMMA_TK(NAME, N) DEFINE_WGMMA(NAME, N, 1, 0)
 
 // Waits until at most PENDING groups of products are under way; these sums may be read then.
 template <int PENDING, int TILES>

@@ -14,8 +14,8 @@ use super::tensor_cores::{has_ordinary_scale, is_natural, mask_class, padded_dim
 use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
 use crate::access::moves_by;
 use crate::backward::{
-    BackwardParams, HOPPER_KEYS, HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_WIDE_KEYS, HopperItems, NotingWorkspace,
-    state_bytes, tiles_of,
+    BackwardParams, HOPPER_KEYS, HOPPER_TALL_ROWS, HOPPER_WIDE_KEYS, HopperItems, NotingWorkspace, state_bytes,
+    tiles_of,
 };
 use crate::launch::Step;
 use crate::launch::backward::{BackwardLaunch, HopperPass, PassStep, WhyNoTensorCores};
@@ -135,7 +135,7 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
         dims: padded_dims(forward),
         ..KernelVariant::backward(caps.arch, storage, mask, Pass::Together)
     };
-    let rows = if of_dims.is_tall() { HOPPER_TALL_ROWS } else { HOPPER_ROWS };
+    let rows = of_dims.backward_rows();
     let keys = if of_dims.has_halves() { HOPPER_WIDE_KEYS } else { HOPPER_KEYS };
     let [tensors @ .., of_mask] = loaded(spec, [rows, keys]);
     let by_tma = tensors.iter().all(Option::is_some) && (mask.is_none() || of_mask.is_some());
@@ -200,8 +200,9 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     if let Some((variant, items)) = together.zip(items) {
         push(variant, 0, items.count().min(multiprocessors), 0)?;
         let KernelVariant { dims, natural, .. } = variant;
-        let parts = KernelVariant { dims, natural, block_m: ROWS_OF_BLOCK as u32, ..generic(Pass::Parts) };
-        push(parts, 0, matrices.saturating_mul(row_blocks), 0)?;
+        let rows = rows_of_parts(&variant);
+        let parts = KernelVariant { dims, natural, block_m: rows as u32, ..generic(Pass::Parts) };
+        push(parts, 0, matrices.saturating_mul(padded_rows(forward, &variant) / rows), 0)?;
     }
     let passes = [
         (Pass::Keys, Pass::KeysAgain, chunks(spec.dk()) + chunks(spec.dv()), forward.kv_len(), forward.num_kv_heads()),
@@ -274,9 +275,18 @@ fn of_rows(rows: KernelVariant, together: Option<KernelVariant>) -> KernelVarian
 
 /// Blocks of the pass over the rows of a head, those that a tile of queries of `together` has beyond the last among them.
 fn row_blocks(forward: &Spec, together: Option<KernelVariant>) -> usize {
-    let Some(variant) = together else { return forward.q_len().div_ceil(ROWS_OF_BLOCK) };
-    let tile_rows = variant.block_m as usize;
-    tiles_of(forward, forward.q_len(), tile_rows).saturating_mul(tile_rows / ROWS_OF_BLOCK)
+    together.map_or(forward.q_len(), |variant| padded_rows(forward, &variant)).div_ceil(ROWS_OF_BLOCK)
+}
+
+/// Rows of a head in whole tiles of queries of `together`.
+fn padded_rows(forward: &Spec, together: &KernelVariant) -> usize {
+    let rows = together.block_m as usize;
+    tiles_of(forward, forward.q_len(), rows).saturating_mul(rows)
+}
+
+/// Rows of a block that makes rows of dq: they lie in one tile of queries of `together`.
+const fn rows_of_parts(together: &KernelVariant) -> usize {
+    if together.turns_dq() { together.block_m as usize } else { ROWS_OF_BLOCK }
 }
 
 /// Where kernels note heads, if some of `steps` computes these again.

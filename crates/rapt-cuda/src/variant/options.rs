@@ -2,10 +2,10 @@
 
 use rapt_core::{Arch, DType, ScaleLayout};
 
-use super::shared::{BACKWARD_HALVES_STAGES, HOPPER_F32_STAGES};
+use super::shared::{BACKWARD_HALVES_STAGES, BACKWARD_Q_STAGES, HOPPER_F32_STAGES};
 use super::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_columns};
 use crate::append::AppendParams;
-use crate::backward::{BackwardHopperParams, BackwardParams, HOPPER_ROWS, HOPPER_TALL_ROWS};
+use crate::backward::{BackwardHopperParams, BackwardParams};
 use crate::codes::{Codes, TileCodes, TileScales};
 use crate::deviation::DeviationParams;
 use crate::params::{HopperCacheParams, HopperParams};
@@ -189,9 +189,8 @@ impl KernelVariant {
         } else if pass == Pass::Parts {
             options.define("DQ_COLUMNS", self.dq_columns());
             options.define("DQ_ROW", self.dq_row());
-            if self.sequences == Sequences::Varlen {
-                options.define("BLOCK_M", if self.is_tall() { HOPPER_TALL_ROWS } else { HOPPER_ROWS } as u32);
-            }
+            options.define("DQ_TURNED", u32::from(self.turns_dq()));
+            options.define("BLOCK_M", self.backward_rows() as u32);
         } else if pass == Pass::Rows && self.sequences == Sequences::Varlen {
             options.define("BLOCK_M", self.block_m);
             options.define("BLOCK_N", self.block_n);
@@ -226,13 +225,12 @@ impl KernelVariant {
         options.define("BLOCK_M", self.block_m);
         options.define("BLOCK_N", self.block_n);
         options.define("DQ_COLUMNS", self.dq_columns());
-        options.define("Q_STAGES", self.backward_q_stages());
+        options.define("Q_STAGES", BACKWARD_Q_STAGES);
         options.define("D_O_STAGES", self.backward_d_o_stages());
         if self.has_halves() {
             options.define("DV_COLUMNS", self.half_columns().1);
-        } else {
-            options.define("HOLDS", u32::from(self.backward_holds()));
         }
+        options.define("DQ_TURNED", u32::from(self.turns_dq()));
         options.define("DQ_STAGES", self.backward_dq_stages());
         options.define("MASK_BOXES", self.backward_mask_boxes());
         // As many as 384 threads were given at the start. Who loads element by element takes the time, and needs more: some products are then done one by

@@ -5,6 +5,7 @@ use rapt_core::DType;
 use super::{
     Algorithm, DEVIATION_THREADS, KernelVariant, Loads, MMA_WARPS, Pass, Sequences, WIDE_PIECE_BYTES, generic_columns,
 };
+use crate::backward::{HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_TURNED_ROWS};
 use crate::codes::{Codes, Operand, TileCodes, TileScales};
 use crate::deviation::FIGURES_BYTES;
 use crate::tensor_map::BOX_COLUMNS;
@@ -13,6 +14,8 @@ use crate::tensor_map::BOX_COLUMNS;
 pub(super) const HOPPER_F32_STAGES: u32 = 2;
 /// Tiles of streamed rows of q or k that backward_halves.cu has in flight: beside two there is room for one of d_o or v.
 pub(super) const BACKWARD_HALVES_STAGES: u32 = 2;
+/// Tiles of queries that backward_hopper.cu and backward_hopper_wide.cu have in flight: one is loaded while that at hand is used.
+pub(super) const BACKWARD_Q_STAGES: u32 = 2;
 /// Shared memory that hopper.cu may fill: 227 KiB.
 const RING_BYTES: u32 = 227 * 1024;
 
@@ -181,7 +184,24 @@ impl KernelVariant {
 
     /// Columns of dq that a row has among its sums.
     pub(crate) const fn dq_row(&self) -> u32 {
-        if self.is_tall() { self.dq_columns() } else { 2 * self.dq_columns() }
+        if self.turns_dq() {
+            self.dims.0
+        } else if self.is_tall() {
+            self.dq_columns()
+        } else {
+            2 * self.dq_columns()
+        }
+    }
+
+    /// Rows of a tile of queries of backward_hopper.cu or backward_hopper_wide.cu.
+    pub(crate) const fn backward_rows(&self) -> usize {
+        if self.is_tall() {
+            HOPPER_TALL_ROWS
+        } else if self.turns_dq() {
+            HOPPER_TURNED_ROWS
+        } else {
+            HOPPER_ROWS
+        }
     }
 
     /// Whether backward_hopper.cu takes 128 queries a tile of a head and not 64. Beside softcap that spilled 4 to 68 bytes (NVRTC 13.2).
@@ -189,15 +209,10 @@ impl KernelVariant {
         !self.natural && self.dims.0 <= BOX_COLUMNS && self.dims.1 <= BOX_COLUMNS
     }
 
-    /// Whether backward_hopper.cu has registers for weights of dk as operands, which go with their tile of queries.
-    pub(super) const fn backward_holds(&self) -> bool {
-        const MOST: u32 = 96;
-        self.dims.0 <= MOST && self.dims.1 <= MOST
-    }
-
-    /// Tiles of queries that backward_hopper.cu has in flight: one is loaded while that at hand is used, and the one before where dk is of it.
-    pub(super) const fn backward_q_stages(&self) -> u32 {
-        if self.has_halves() || self.backward_holds() { 2 } else { 3 }
+    /// Whether backward_hopper.cu computes dq transposed, columns as rows of the product: its tiles of queries need be no multiple of 64 then. A tile of a
+    /// mask leaves no shared memory for that, and softcap no registers (docs/lab/cuda.md).
+    pub(crate) const fn turns_dq(&self) -> bool {
+        !self.natural && self.mask.is_none() && self.dims.0 > BOX_COLUMNS && !self.has_halves()
     }
 
     /// Tiles of d_o there.
@@ -210,9 +225,9 @@ impl KernelVariant {
         self.mask.map_or(0, |dtype| (self.block_n * dtype.size_bytes() as u32).div_ceil(2 * BOX_COLUMNS))
     }
 
-    /// Parts of dq of a group that wait for their turn there: two where two tiles of queries and no mask leave room.
+    /// Parts of dq of a group that wait for their turn there: two where tiles of queries and masks leave room.
     pub(super) const fn backward_dq_stages(&self) -> u32 {
-        if self.backward_holds() && self.mask.is_none() { 2 } else { 1 }
+        if self.has_halves() || self.turns_dq() || self.mask.is_some() { 1 } else { 2 }
     }
 
     /// K and V, weights, parts of dq in stages, q and d_o in stages, what is known of queries, barriers and two items.
@@ -222,12 +237,18 @@ impl KernelVariant {
             |dim: u32, half: u32| if has_halves { 2 * half / BOX_COLUMNS } else { dim.div_ceil(BOX_COLUMNS) };
         let (half, half_v) = self.half_columns();
         let (boxes, boxes_v) = (boxes_of(self.dims.0, half), boxes_of(self.dims.1, half_v));
-        let (row, stages, d_o_stages) = (2 * BOX_COLUMNS, self.backward_q_stages(), self.backward_d_o_stages());
-        let weights = if has_halves { 3 } else { 2 * self.block_m / BOX_COLUMNS };
-        let of_keys = row * self.block_n * (boxes + boxes_v + weights);
+        let (row, stages, d_o_stages) = (2 * BOX_COLUMNS, BACKWARD_Q_STAGES, self.backward_d_o_stages());
+        let weights = 2 * self.block_m * self.block_n * if has_halves { 3 } else { 2 };
+        let of_keys = row * self.block_n * (boxes + boxes_v) + weights;
         let of_queries = row * self.block_m * (stages * boxes + d_o_stages * boxes_v) + 2 * 4 * stages * self.block_m;
         let of_mask = row * self.block_m * self.backward_mask_boxes() + if self.mask.is_some() { 2 * 8 } else { 0 };
-        let piece = if has_halves { BOX_COLUMNS } else { self.dq_columns() };
+        let piece = if has_halves {
+            BOX_COLUMNS
+        } else if self.turns_dq() {
+            self.block_m
+        } else {
+            self.dq_columns()
+        };
         let parts = self.backward_dq_stages() * 2 * 4 * BOX_COLUMNS * piece;
         let barriers = 8 * (2 * stages + 2 * d_o_stages + 3 + (4 + 2 * self.backward_dq_stages()) * 2);
         let items = if matches!(self.sequences, Sequences::Varlen) { 8 + 2 * 14 * 4 } else { 2 * 5 * 4 };

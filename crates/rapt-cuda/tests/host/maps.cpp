@@ -48,6 +48,11 @@ void stmatrix() {
                 print({lane, nt, first, stmatrix_unit(stmatrix_row(lane), lane, nt, first)});
             }
 }
+// warp, lane, byte
+void turned() {
+    for (int warp = 0; warp < 4; warp++)
+        for (int lane = 0; lane < 32; lane++) print({warp, lane, stmatrix_turned(warp, lane)});
+}
 // lane, i, row, column, the lane that has the row's address
 void out() {
     for (int lane = 0; lane < 32; lane++)
@@ -262,7 +267,7 @@ int main(int count, char** arguments) {
     const struct {
         const char* name;
         void (*print)();
-    } maps[] = {{"accumulator", accumulator}, {"operand", operand}, {"box", box},       {"stmatrix", stmatrix}, {"out", out},
+    } maps[] = {{"accumulator", accumulator}, {"operand", operand}, {"box", box},       {"stmatrix", stmatrix}, {"turned", turned}, {"out", out},
                 {"bits", bits},               {"before", before},   {"biases", biases}, {"seen", seen},         {"tile", tile},
                 {"multiply", multiply},       {"load", load},     {"codes", codes}, {"numbers", numbers}, {"swizzled", swizzled}};
     for (const auto& map : maps) {

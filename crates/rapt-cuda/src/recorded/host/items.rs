@@ -9,7 +9,7 @@ use rapt_core::{BackwardSpec, Causal, GradientForms, Options, Tile};
 use rapt_testkit::Rng;
 
 use super::*;
-use crate::backward::{HOPPER_KEYS, HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_WIDE_KEYS, HopperItems};
+use crate::backward::{HOPPER_KEYS, HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_TURNED_ROWS, HOPPER_WIDE_KEYS, HopperItems};
 
 /// What the kernels' source says of the items in `bytes`, of so many queries a tile and keys: a list of numbers for each.
 pub(super) fn printed(bytes: Vec<u8>, [rows, keys]: [usize; 2], is_varlen: bool) -> Vec<Vec<i64>> {
@@ -34,7 +34,7 @@ pub(super) fn printed(bytes: Vec<u8>, [rows, keys]: [usize; 2], is_varlen: bool)
 
 fn random_spec(rng: &mut Rng) -> BackwardSpec {
     let [batch, kv_heads, group] = [1 + rng.below(3), 1 + rng.below(6), rng.pick(&[1, 1, 3])];
-    let lengths = [1, 63, 64, 65, 127, 128, 129, 300, 513, 1000 + rng.below(500)];
+    let lengths = [1, 63, 64, 65, 80, 81, 127, 128, 129, 300, 513, 1000 + rng.below(500)];
     let [q_len, kv_len] = [rng.pick(&lengths), rng.pick(&lengths)];
     let width = |rng: &mut Rng| rng.pick(&[None, None, Some(0), Some(1), Some(63), Some(127), Some(128), Some(1000)]);
     let options = Options {
@@ -91,7 +91,8 @@ pub(super) fn judge(spec: &BackwardSpec, [of_tile, of_item]: [usize; 2], lines: 
 fn items_wait_only_for_items_taken_before() {
     let mut rng = Rng::new(1);
     let specs: Vec<BackwardSpec> = (0..400).map(|_| random_spec(&mut rng)).collect();
-    for tiles in [[HOPPER_TALL_ROWS, HOPPER_KEYS], [HOPPER_ROWS, HOPPER_KEYS], [HOPPER_ROWS, HOPPER_WIDE_KEYS]] {
+    let of_keys = [HOPPER_TALL_ROWS, HOPPER_TURNED_ROWS, HOPPER_ROWS].map(|rows| [rows, HOPPER_KEYS]);
+    for tiles in of_keys.into_iter().chain([[HOPPER_ROWS, HOPPER_WIDE_KEYS]]) {
         let items: Vec<HopperItems> =
             specs.iter().map(|spec| HopperItems::new(spec, tiles[1], 1 + rng.below(140))).collect();
         let bytes = items.iter().flat_map(|of| of.as_bytes().to_vec()).collect();

@@ -113,24 +113,45 @@ fn check_items(of: &Packed, items: HopperItems, tiles: [usize; 2], key_tiles: &[
 }
 
 /// Sums that say where they belong, as warps of backward_hopper.cu hold them; what lies beyond rows is no number.
-fn sums(of: &Packed, dim: usize, [tile_rows, columns]: [usize; 2], sum_rows: usize) -> Vec<f32> {
-    let row_floats = if tile_rows == 128 { columns } else { 2 * columns };
+fn sums(of: &Packed, dim: usize, hopper: &KernelVariant, sum_rows: usize) -> Vec<f32> {
+    let row_floats = hopper.dq_row() as usize;
+    let places = if hopper.turns_dq() { turned_places } else { places };
+    let rows = if hopper.turns_dq() { hopper.block_m as usize } else { 64 };
     let mut all = vec![f32::NAN; of.heads[0] * sum_rows * row_floats];
     for head in 0..of.heads[0] {
         for (n, range) in ranges(&of.of_q).enumerate() {
             let mut at = (head * sum_rows + first_tile(&of.of_q, n, 16) * 16) * row_floats;
-            for first in (0..range.len()).step_by(64) {
-                let warps = (range.len() - first).min(64).div_ceil(16);
-                for column in (0..row_floats).step_by(8) {
-                    for thread in 0..warps * 32 {
-                        for e in 0..4 {
-                            let row = first + thread / 32 * 16 + thread % 32 / 4 + e / 2 * 8;
-                            let column = column + thread % 4 * 2 + e % 2;
-                            all[at] = value(head, row, column.min(dim));
-                            at += 1;
-                        }
-                    }
+            for first in (0..range.len()).step_by(rows) {
+                let sixteens = (range.len() - first).min(rows).div_ceil(16);
+                for [row, column] in places(sixteens, row_floats) {
+                    all[at] = value(head, first + row, column.min(dim));
+                    at += 1;
                 }
+            }
+        }
+    }
+    all
+}
+
+/// Row and column of each sum of so many times 16 rows: warps have 16 rows.
+fn places(sixteens: usize, columns: usize) -> Vec<[usize; 2]> {
+    let mut all = Vec::new();
+    for column in (0..columns).step_by(8) {
+        for (thread, e) in (0..sixteens * 32).flat_map(|thread| (0..4).map(move |e| (thread, e))) {
+            all.push([thread / 32 * 16 + thread % 32 / 4 + e / 2 * 8, column + thread % 4 * 2 + e % 2]);
+        }
+    }
+    all
+}
+
+/// The same where warps have 16 columns, a first group 64 of them.
+fn turned_places(sixteens: usize, columns: usize) -> Vec<[usize; 2]> {
+    let mut all = Vec::new();
+    for group in [0..64, 64..columns] {
+        for row in (0..sixteens * 16).step_by(8) {
+            for (thread, e) in (0..group.len() * 2).flat_map(|thread| (0..4).map(move |e| (thread, e))) {
+                let column = group.start + thread / 32 * 16 + thread % 32 / 4 + e / 2 * 8;
+                all.push([row + thread % 4 * 2 + e % 2, column]);
             }
         }
     }
@@ -178,20 +199,22 @@ impl Planned {
 
     fn check(&self) {
         let Planned { of, dim, .. } = self;
+        let mut block_rows = 0;
         let dq = self.run(|launch, items, workspace| {
             let hopper = step(launch, Pass::Together).step.variant;
             let tiles = [hopper.block_m, hopper.block_n].map(|n| n as usize);
             let ([log2_lse, dq_sums, key_tiles], [padded_rows, sum_rows, key_units]) = launch.noting.unwrap().parts();
             check_rows(of, &workspace.numbers(log2_lse, of.heads[0] * padded_rows), padded_rows, tiles[0]);
             check_items(of, items, tiles, &workspace.numbers(key_tiles, key_units * 48));
-            workspace.put(dq_sums, &sums(of, *dim, [tiles[0], hopper.dq_columns() as usize], sum_rows));
+            workspace.put(dq_sums, &sums(of, *dim, &hopper, sum_rows));
+            block_rows = step(launch, Pass::Parts).step.variant.block_m as usize;
         });
         let rows = of.totals()[0].len();
         let mut expected = vec![0f32; of.heads[0] * rows * dim];
         for (queries, keys) in ranges(&of.of_q).zip(ranges(&of.of_kv)) {
             // With the diagonal at the last key the first rows see none where queries are more.
             let is_causal = of.options.causal.is_some();
-            let unseen = if is_causal { queries.len().saturating_sub(keys.len()) / 64 * 64 } else { 0 };
+            let unseen = if is_causal { queries.len().saturating_sub(keys.len()) / block_rows * block_rows } else { 0 };
             for head in 0..of.heads[0] {
                 for row in if keys.is_empty() { 0..0 } else { unseen..queries.len() } {
                     for column in 0..*dim {
@@ -211,7 +234,7 @@ fn tiles_of_sequences_are_those_of_calls_alone() {
     let (plain, causal) = (Options::default(), Options::default().with_causal(Causal::BottomRight));
     let heap = Guard::Heap { shift: 0 };
     let mixed: [&[usize]; 2] = [&[70, 0, 0, 5, 129, 64, 17, 300], &[90, 10, 0, 0, 65, 128, 700, 1]];
-    for dim in [32, 64, 128, 200] {
+    for dim in [32, 64, 80, 100, 128, 200] {
         Planned::new([2, 1], dim, mixed, plain, heap).check();
     }
     Planned::new([2, 1], 64, [&[300, 20, 1, 128], &[300, 200, 1, 130]], causal, heap).check();
