@@ -59,7 +59,7 @@ def test_each_sequence_has_the_gradients_of_a_call_alone(option, dtype):
     Gradients(SMALL, dtype=dtype).check_backward(**OPTIONS[option])
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 40), (256, 256), (300, 300)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 40), (100, 128), (256, 256), (300, 300)], ids=str)
 def test_each_head_dim_and_many_lengths(dims):
     # No kernel of 16-bit numbers serves wider heads than 256 of sequences one after another where wide.cu serves them alone.
     dtype = torch.float64 if dims[0] > 256 else torch.bfloat16
@@ -78,7 +78,7 @@ def test_sinks_slopes_and_many_sequences():
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (200, 256), (63, 63)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (200, 256), (63, 63)], ids=str)
 def test_what_another_sequence_has_changes_no_bit(dims, softcap):
     # Tiles end within the next sequence, whose rows are loaded beside.
     of = Gradients(([70, 129, 64, 5, 17], [90, 65, 128, 10, 3]), dims=dims)
