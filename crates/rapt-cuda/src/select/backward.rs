@@ -200,9 +200,8 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     if let Some((variant, items)) = together.zip(items) {
         push(variant, 0, items.count().min(multiprocessors), 0)?;
         let KernelVariant { dims, natural, .. } = variant;
-        let rows = rows_of_parts(&variant);
-        let parts = KernelVariant { dims, natural, block_m: rows as u32, ..generic(Pass::Parts) };
-        push(parts, 0, matrices.saturating_mul(padded_rows(forward, &variant) / rows), 0)?;
+        let parts = KernelVariant { dims, natural, block_m: rows_of_parts(&variant), ..generic(Pass::Parts) };
+        push(parts, 0, matrices.saturating_mul(padded_rows(forward, &variant) / parts.block_m as usize), 0)?;
     }
     let passes = [
         (Pass::Keys, Pass::KeysAgain, chunks(spec.dk()) + chunks(spec.dv()), forward.kv_len(), forward.num_kv_heads()),
@@ -285,8 +284,8 @@ fn padded_rows(forward: &Spec, together: &KernelVariant) -> usize {
 }
 
 /// Rows of a block that makes rows of dq: they lie in one tile of queries of `together`.
-const fn rows_of_parts(together: &KernelVariant) -> usize {
-    if together.turns_dq() { together.block_m as usize } else { ROWS_OF_BLOCK }
+const fn rows_of_parts(together: &KernelVariant) -> u32 {
+    if together.turns_dq() { together.block_m } else { ROWS_OF_BLOCK as u32 }
 }
 
 /// Where kernels note heads, if some of `steps` computes these again.
