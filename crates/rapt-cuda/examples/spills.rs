@@ -61,7 +61,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     for some in forms.chunks(4 * std::thread::available_parallelism().map_or(1, NonZero::get)) {
         for built in build_all(some, None)? {
             let facts = built.facts;
-            println!("{}: {} registers, {} bytes spilled", facts.variant, facts.registers, facts.spilled_bytes);
+            let serial = if facts.has_serial_products { ", products one by one" } else { "" };
+            println!("{}: {} registers, {} bytes spilled{serial}", facts.variant, facts.registers, facts.spilled_bytes);
             count += 1;
             spilled += usize::from(facts.spilled_bytes > 0);
         }

@@ -57,6 +57,8 @@ pub struct CompiledFacts {
     pub registers: u32,
     /// Bytes of spill stores in the kernel itself.
     pub spilled_bytes: u32,
+    /// Whether its wgmma products are done one by one, for want of registers or because something else is done with them meanwhile.
+    pub has_serial_products: bool,
     /// The size of the machine code.
     pub cubin_bytes: usize,
 }
@@ -71,6 +73,7 @@ impl CompiledFacts {
         };
         let spilled_bytes = number_before("bytes spill stores")?;
         let registers = entry.split_once("Used ")?.1.split_whitespace().next()?.parse().ok()?;
-        Some(CompiledFacts { variant, registers, spilled_bytes, cubin_bytes: cubin.bytes.len() })
+        let has_serial_products = cubin.log.contains("wgmma.mma_async instructions are serialized");
+        Some(CompiledFacts { variant, registers, spilled_bytes, has_serial_products, cubin_bytes: cubin.bytes.len() })
     }
 }

@@ -208,11 +208,12 @@ impl KernelVariant {
         let is_plain = !self.natural && self.mask.is_none() && self.loads != Loads::ByElement;
         options.define("QUARTERS", if is_plain { 2 } else { 1 });
         // As many as 512 threads were given at the start: 128 each. What spills follows no rule: these leave 0 to 8 bytes, up to 64 beside biases, and
-        // up to 76 where weights are dropped and nothing else is asked (NVRTC 13.2).
+        // up to 132 where weights are dropped and nothing else is asked (NVRTC 13.2).
         let loading = match (self.dims.0.max(self.dims.1), self.loads) {
             (..=64, Loads::ByElement) => 48,
             (..=64, _) => 40,
             (65..=112, _) => 64,
+            _ if self.dropout => 64,
             _ => 56,
         };
         options.define("LOADING_REGISTERS", loading);
