@@ -60,15 +60,11 @@ def combined(samples):
 
 
 def ceiling(found, dtype, width=None):
-    """(GFLOP/s, what it is) that work of `dtype` is held against: the bf16-dot unit for bf16 where there is one, else f32 FMA."""
-    units = found.get("bf16_dot") if dtype == "bf16" and found.get("bf16_dot") else found.get("fma_f32")
-    name = "bf16-dot" if units and units is found.get("bf16_dot") else "f32 FMA"
-    if width:
-        units = {key: value for key, value in (units or {}).items() if key == width}
-    if not units:
-        return None, ""
-    best = max(units, key=units.get)
-    return units[best], f"{name} {best}"
+    """(GFLOP/s, what it is) that work of `dtype` is held against: f32 FMA, and for bf16 its dot unit where that is faster, which it is not on every
+    processor that has one."""
+    units = {"f32 FMA": found.get("fma_f32"), "bf16-dot": found.get("bf16_dot") if dtype == "bf16" else None}
+    rates = [(rate, f"{unit} {of}") for unit, widths in units.items() for of, rate in (widths or {}).items() if width in (None, of)]
+    return max(rates, default=(None, ""))
 
 
 def flop_per_cycle(found, dtype, width=None):

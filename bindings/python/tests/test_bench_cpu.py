@@ -153,6 +153,19 @@ def test_a_first_call_has_a_process_for_each_round():
     assert said == ["3 3 False", "{'rapt-sdpa': 100.0, 'stock': 200.0, 'rapt': None} 2.0 gone", "The first call of a process"]
 
 
+def test_bfloat16_is_held_against_the_faster_unit():
+    said = python(
+        "from ceilings import ceiling, flop_per_cycle\n"
+        "fma = {'ymm': 170.0, 'zmm': 340.0}\n"
+        "for dot in ({'ymm': 85.0, 'zmm': 170.0}, {'ymm': 340.0, 'zmm': 680.0}, {}, None):\n"
+        "    found = {'ghz': 2.65, 'threads': 2, 'fma_f32': fma, 'bf16_dot': dot}\n"
+        "    print(*ceiling(found, 'bf16'), flop_per_cycle(found, 'bf16'), *ceiling(found, 'bf16', 'ymm'), *ceiling(found, 'f32'))\n"
+        "print(*ceiling({}, 'bf16'))"
+    ).splitlines()
+    by_fma = "340.0 f32 FMA zmm 64 170.0 f32 FMA ymm 340.0 f32 FMA zmm"
+    assert said == [by_fma, "680.0 bf16-dot zmm 128 340.0 bf16-dot ymm 340.0 f32 FMA zmm", by_fma, by_fma, "None"]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="the program needs a POSIX system")
 def test_a_quick_run_of_codes(torch, tmp_path):
     pytest.importorskip("onnxruntime")
