@@ -3,7 +3,7 @@
 //
 //   A block stays on its multiprocessor and takes items, in their order: BLOCK_N keys of a key head, and the queries that see them, of all
 //   heads of the group, in tiles of BLOCK_M rows (backward/hopper_items.cuh).
-//   producer (1 warp, or 2)    K and V of the item; q with lse and delta, and d_o, through rings of 2 or 3 stages (backward/hopper_load.cuh)
+//   producer (1 warp, or 2)    K and V of the item; q with lse and delta, and d_o, through rings of 2 stages (backward/hopper_load.cuh)
 //   consumers (2 x 4 warps)    64 keys each, per tile of queries, transposed: keys are the rows of scores
 //
 //     s = K @ q.T                            has been computed at the end of the tile before

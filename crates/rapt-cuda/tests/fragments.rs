@@ -148,14 +148,24 @@ fn an_element_of_a_box_lies_where_wgmma_reads_it() {
     }
 }
 
+/// A store of four 8 x 8 matrices by a warp, two elements of each a lane: where they go, how many a lane has, and rows of a matrix.
+fn stored_by_four(name: &str) -> (rapt_layout::Layout, i64, i64) {
+    let (tv, threads, values, rows) = registers(name);
+    assert_eq!((threads, values, rows), (32, 8, 8));
+    (tv, values, rows)
+}
+
+/// The byte of each row and column of a box.
+fn bytes_of_box(program: &Path) -> BTreeMap<(i64, i64), i64> {
+    printed(program, "box").into_iter().map(|line| ((line[0], line[1]), line[2])).collect()
+}
+
 #[test]
 fn sums_leave_registers_for_the_boxes_that_are_written_out() {
-    let (tv, threads, values, rows) = registers("stmatrix.x4");
-    assert_eq!((threads, values, rows), (32, 8, 8));
+    let (tv, values, rows) = stored_by_four("stmatrix.x4");
     let program = program("stmatrix", HEAD_DIMS[0]);
     let sums = Sums::read(&program);
-    let swizzled: BTreeMap<(i64, i64), i64> =
-        printed(&program, "box").into_iter().map(|line| ((line[0], line[1]), line[2])).collect();
+    let swizzled = bytes_of_box(&program);
     let address: BTreeMap<(i64, i64, i64), i64> =
         printed(&program, "stmatrix").into_iter().map(|line| ((line[0], line[1], line[2]), line[3])).collect();
     for ((lane, nt, first), value) in address.keys().flat_map(|key| (0..values).map(move |value| (*key, value))) {
@@ -185,12 +195,10 @@ fn sums_leave_registers_for_the_boxes_that_are_written_out() {
 
 #[test]
 fn sums_leave_registers_turned() {
-    let (tv, threads, values, rows) = registers("stmatrix.x4.trans");
-    assert_eq!((threads, values, rows), (32, 8, 8));
+    let (tv, values, rows) = stored_by_four("stmatrix.x4.trans");
     let program = program("turned", HEAD_DIMS[0]);
     let sums = Sums::read(&program);
-    let swizzled: BTreeMap<(i64, i64), i64> =
-        printed(&program, "box").into_iter().map(|line| ((line[0], line[1]), line[2])).collect();
+    let swizzled = bytes_of_box(&program);
     let address: BTreeMap<(i64, i64), i64> =
         printed(&program, "turned").into_iter().map(|line| ((line[0], line[1]), line[2])).collect();
     let mut seen = BTreeSet::new();

@@ -135,7 +135,7 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
         dims: padded_dims(forward),
         ..KernelVariant::backward(caps.arch, storage, mask, Pass::Together)
     };
-    let rows = of_dims.backward_rows();
+    let rows = of_dims.backward_block_m();
     let keys = if of_dims.has_halves() { HOPPER_WIDE_KEYS } else { HOPPER_KEYS };
     let [tensors @ .., of_mask] = loaded(spec, [rows, keys]);
     let by_tma = tensors.iter().all(Option::is_some) && (mask.is_none() || of_mask.is_some());

@@ -194,7 +194,7 @@ impl KernelVariant {
     }
 
     /// Rows of a tile of queries of backward_hopper.cu or backward_hopper_wide.cu.
-    pub(crate) const fn backward_rows(&self) -> usize {
+    pub(crate) const fn backward_block_m(&self) -> usize {
         if self.is_tall() {
             HOPPER_TALL_ROWS
         } else if self.turns_dq() {
@@ -210,7 +210,7 @@ impl KernelVariant {
     }
 
     /// Whether backward_hopper.cu computes dq transposed, columns as rows of the product: its tiles of queries need be no multiple of 64 then. A tile of a
-    /// mask leaves no shared memory for that, and softcap no registers (docs/lab/cuda.md).
+    /// mask leaves no shared memory for that, and beside softcap it was slower (docs/lab/cuda.md).
     pub(crate) const fn turns_dq(&self) -> bool {
         !self.natural && self.mask.is_none() && self.dims.0 > BOX_COLUMNS && !self.has_halves()
     }
