@@ -200,3 +200,22 @@ fn an_instruction_set_that_the_machine_lacks_is_not_entered() {
         }
     }
 }
+
+#[test]
+fn items_have_more_rows_where_blocks_are_packed_as_rows_lie_apart() {
+    for &arch in rapt_cpu::available() {
+        let rows_of = |heads: usize, layout| {
+            let rows = std::cell::Cell::new((0, false));
+            request::<f32>([heads, heads, 2048, 64, 32], (0, Mask::None), layout, &Options::default(), |spec, _| {
+                let plan = select(spec, &Caps { arch, threads: 2, clock_hz: None }).unwrap();
+                rows.set((plan.work().unwrap().rows_per_item, plan.kv_in_place()));
+            });
+            rows.get()
+        };
+        // In tiles of pairs K and V are packed however they lie.
+        let [(together, in_place), (apart, packed)] = [rows_of(8, LAYOUTS[0]), rows_of(8, LAYOUTS[1])];
+        assert_eq!(apart > together, in_place && !packed, "{arch:?}: {together} {apart}");
+        // Never so many that threads have nothing to do: four items each.
+        assert!(2048 / rows_of(2, LAYOUTS[1]).0 * 2 >= 8, "{arch:?}");
+    }
+}
