@@ -18,9 +18,11 @@ const CHUNK_BYTES: usize = 1 << 20;
 const LEAST_CHUNK: usize = 128;
 /// Tiles that must share a block before packing rows that lie apart pays.
 const SHARING_TILES: usize = 4;
-/// How many times as many rows an item has where K and V are packed for that alone: they are packed once an item. In a [B,S,H,D] view of 24 heads
-/// of 128 f32 took 1.14 of the contiguous time with 256 rows, 1.10 with 512 and 1.09 with 1024 (Xeon, family 6 model 207, 2026-11).
-const ROWS_APART: usize = 4;
+/// How many times as many rows an item may have where K and V are packed for that alone: they are packed once an item. In a [B,S,H,D] view of 24
+/// heads of 128 f32 took 1.14 of the contiguous time with 256 rows, 1.10 with 512 and 1.09 with 1024 (Xeon, family 6 model 207, 2026-11).
+const ROWS_APART: [usize; 2] = [4, 2];
+/// As long as a thread has so many items: those that are slowed down are waited for by as much less.
+const ITEMS_APART: usize = 12;
 
 /// Keys per block of the forward kernel: the multiple of the micro-tile's rows below `block_n`, fewer where a block of K and
 /// V would outgrow the cap.
@@ -177,9 +179,11 @@ fn forward_partition(
     let tiled = arch::tiled(key.arch, key.storage).is_some();
     let as_summed = key.storage == key.accumulation && !tiled;
     let lie_apart = rows_lie_apart(spec);
-    let most_rows = if as_summed && lie_apart.contains(&true) { ROWS_APART * tile.rows } else { tile.rows };
+    let items_of = |most_rows| items(spec, shape.queries, most_rows, tile_bytes, threads.max(1), packing);
+    let are_enough = |of: &Items| of.tasks * of.rows.div_ceil(of.chunk_rows.max(1)) >= ITEMS_APART * threads;
+    let larger = ROWS_APART.into_iter().filter(|_| as_summed && lie_apart.contains(&true));
     let Items { tasks, heads, rows, chunk_rows } =
-        items(spec, shape.queries, most_rows, tile_bytes, threads.max(1), packing);
+        larger.map(|times| items_of(times * tile.rows)).find(are_enough).unwrap_or_else(|| items_of(tile.rows));
 
     // Pairs of K along head_dim are read where they lie if every row is whole lanes, in steps of whole lanes.
     let [k_is_whole, v_is_whole] = rows_are_whole(spec, readings);
