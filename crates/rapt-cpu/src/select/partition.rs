@@ -180,7 +180,8 @@ fn forward_partition(
     let as_summed = key.storage == key.accumulation && !tiled;
     let lie_apart = rows_lie_apart(spec);
     let items_of = |most_rows| items(spec, shape.queries, most_rows, tile_bytes, threads.max(1), packing);
-    let are_enough = |of: &Items| of.tasks * of.rows.div_ceil(of.chunk_rows.max(1)) >= ITEMS_APART * threads;
+    let enough = ITEMS_APART.saturating_mul(threads);
+    let are_enough = |of: &Items| of.tasks.saturating_mul(of.rows.div_ceil(of.chunk_rows.max(1))) >= enough;
     let larger = ROWS_APART.into_iter().filter(|_| as_summed && lie_apart.contains(&true));
     let Items { tasks, heads, rows, chunk_rows } =
         larger.map(|times| items_of(times * tile.rows)).find(are_enough).unwrap_or_else(|| items_of(tile.rows));
