@@ -21,7 +21,7 @@ const SHARING_TILES: usize = 4;
 /// How many times as many rows an item may have where K and V are packed for that alone: they are packed once an item. In a [B,S,H,D] view of 24
 /// heads of 128 f32 took 1.14 of the contiguous time with 256 rows, 1.10 with 512 and 1.09 with 1024 (Xeon, family 6 model 207, 2026-11).
 const ROWS_APART: [usize; 2] = [4, 2];
-/// As long as a thread has so many items: those that are slowed down are waited for by as much less.
+/// Only while there are so many items for each thread: one that is slowed down holds the others up by an item at most.
 const ITEMS_APART: usize = 12;
 
 /// Keys per block of the forward kernel: the multiple of the micro-tile's rows below `block_n`, fewer where a block of K and
