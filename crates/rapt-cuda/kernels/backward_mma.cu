@@ -202,6 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward(const
     extern __shared__ __align__(128) u8 memory[];
     Shared& sh = *(Shared*)memory;
 #if AGAIN
+    if (PASS == KEYS) griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
     if (!is_any_odd(b)) return;
 #pragma unroll 1
     for (u32 at = blockIdx.x; next_again(b, sh, at); at = sh.at + gridDim.x) run_block(b, sh);

@@ -3,18 +3,20 @@
 //   A block 64 rows. Sums lie in fragments, of as many warps as there are 16 rows, all columns or half of them after the other, 64 at a time: through
 //   shared memory they become rows. Where columns of dq were rows of the product (DQ_TURNED), a block is a tile of queries: fragments of 64 columns and
 //   of the others, of as many eights of queries as 16 rows have.
+//   turns   This is launched beside backward_hopper.cu, once each block of that has begun: a block waits until its tile has all its parts, so that blocks
+//           run where multiprocessors have no keys left while others still have. The last block ends behind that launch, for those that follow.
 //
 // A head with a sum that is not finite, or with a lse that is not relied on, is noted: backward_mma.cu computes it again.
 
-#include "backward/key_tile.cuh"
+#include "backward/hopper_items.cuh"
 #include "backward/sequences.cuh"
 #include "common/tile.cuh"
 
-constexpr int THREADS = 256, BM = DQ_TURNED ? BLOCK_M : 64, COLUMNS = DQ_ROW, ROW = COLUMNS + 8;  // elements of a row: its units are odd in number
-constexpr int PIECE = DQ_COLUMNS < 64 ? DQ_COLUMNS : 64;                    // columns
+constexpr int THREADS = 256, ROWS = DQ_TURNED ? BM : 64, COLUMNS = DQ_ROW, ROW = COLUMNS + 8;  // elements of a row: its units are odd in number
+constexpr int PIECE = DQ_COLUMNS < 64 ? DQ_COLUMNS : 64;                                       // columns
 
 struct Shared {
-    __align__(16) Elem rows[BM * ROW];
+    __align__(16) Elem rows[ROWS * ROW];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward_parts.cu disagree on shared memory");
 
@@ -40,32 +42,48 @@ __device__ inline void put(Elem* rows, const float4& x, float scale, int at, int
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ BackwardParams b) {
-    extern __shared__ __align__(128) u8 memory[];
-    Shared& sh = *(Shared*)memory;
+// Until all items that see the block's tile of queries, the i-th of a sequence, have added to it: a thread. Of 128 queries each half has turns of its own,
+// else each half of the columns. Whoever has asked for milliseconds waits for the whole launch: offsets that changed since would have turns that never come.
+__device__ inline void wait_for_turns(const BackwardParams& b, int at_block, const Sequence& of, int i) {
     const Params& p = b.all;
-    const int tiles = b.padded_rows / BM, matrix = blockIdx.x / tiles, tile = blockIdx.x - matrix * tiles;
+    const int lag = of.lag(p), half = at_block * ROWS % BM / ROWS;
+    const u32* turns = turns_of(b) + (at_block * ROWS / BM * 2 + half);
+    const u32 all = turns_in_all({of.q_len(p), of.kv_len(p), p.lo_shift - lag, p.hi_shift - lag}, i);
+#pragma unroll 1
+    for (int n = 0, asked = 0; n < (BM > ROWS ? 1 : 2); n++)
+        for (; load_acquire(turns + n) != all; asked++) {
+            if (asked == 4096) return griddepcontrol_wait();
+            nanosleep(200);
+        }
+}
+
+// A block's rows.
+__device__ inline void make_rows(const BackwardParams& b, Shared& sh, int at_block) {
+    const Params& p = b.all;
+    const int tiles = b.padded_rows / ROWS, matrix = at_block / tiles, tile = at_block - matrix * tiles;
     const int batch = matrix / p.heads, head = matrix - batch * p.heads;
     // Queries of a head or sequence from i0 on; how many sixteens of rows of theirs there are, and where in dq_sums.
 #if VARLEN
-    const OwnRows<BLOCK_M, false> own(b, 0, tile * BM / BLOCK_M);
+    const OwnRows<BLOCK_M, false> own(b, 0, tile * ROWS / BLOCK_M);
     const Sequence& sequence = own.sequence;
-    const int within = tile * BM % BLOCK_M, i0 = own.first + within, rows = min(BM, own.rows - within);
+    const int within = tile * ROWS % BLOCK_M, i0 = own.first + within, rows = min(ROWS, own.rows - within);
     if (rows <= 0) return;
     const int begin = clamp(sequence.q0, 0, p.q_len) / 16 + sequence.number + 1, sixteens = (rows + 15) / 16;
     const i64 at_row = (i64)matrix * b.sum_rows + begin * 16 + i0;
     const bool is_in_order = ((const KeyTile*)b.key_tiles)->is_in_order != 0;
 #else
     const Sequence sequence(p, batch);
-    const int i0 = tile * BM, rows = min(BM, p.q_len - i0);
+    const int i0 = tile * ROWS, rows = min(ROWS, p.q_len - i0);
     // Beyond the last row: of a tile of 128 queries.
     if (rows <= 0) return;
-    constexpr int sixteens = BM / 16;
-    const i64 at_row = (i64)blockIdx.x * BM;
+    constexpr int sixteens = ROWS / 16;
+    const i64 at_row = (i64)at_block * ROWS;
     constexpr bool is_in_order = true;
 #endif
     const Seen seen(p, Task(batch, head, sequence), i0, i0 + rows);
     const bool is_empty = seen.lo >= seen.hi || !is_in_order;
+    if (threadIdx.x == 0 && !is_empty) wait_for_turns(b, at_block, sequence, i0 / BM);
+    __syncthreads();
     const float4* sums = (const float4*)(b.dq_sums + at_row * COLUMNS);
     const float scale = (float)p.scale;
     // Sums that nobody has added to are computed behind this.
@@ -95,4 +113,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
             if (c < p.head_dim) dq[r * b.dq_stride[2] + c * b.dq_stride[3]] = sh.rows[r * ROW + c];
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ BackwardParams b) {
+    extern __shared__ __align__(128) u8 memory[];
+    griddepcontrol_launch_dependents();
+    make_rows(b, *(Shared*)memory, blockIdx.x);
+    // This launch ends behind the one before it.
+    if (blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
 }

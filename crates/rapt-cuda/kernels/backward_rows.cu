@@ -14,6 +14,8 @@
 #define ROWS 0
 #define SINKS 4
 constexpr int THREADS = 256, WARPS = THREADS / 32, LANES = 4, ROWS_OF_BLOCK = THREADS / LANES;
+// Rows of 16 bits are read as fast as memory gives them: loads of so many blocks are under way.
+constexpr int MIN_BLOCKS = STORAGE == F16 || STORAGE == BF16 ? 6 : 1;
 constexpr Acc LARGE = LARGE_LSE;
 
 // The maximum and the sum of exponentials of keys so far.
@@ -55,7 +57,7 @@ __device__ inline Largest largest_of(const BackwardParams& b, int batch, int hea
     return of;
 }
 
-// sum d_o*out of row i by its lanes, 8 columns a lane at a time: all that is loaded of 128 columns is under way at once.
+// sum d_o*out of row i by its lanes, 8 columns a lane at a time: all that is loaded of 64 columns is under way at once.
 __device__ inline Acc delta_of(const BackwardParams& b, int batch, int head, int i) {
     const Params& p = b.all;
     const i64 d_o = row_offset(b.d_o_stride, batch, head, i), out = row_offset(p.out_stride, batch, head, i);
@@ -63,7 +65,7 @@ __device__ inline Acc delta_of(const BackwardParams& b, int batch, int head, int
     Acc sum = 0;
 #if STORAGE == F16 || STORAGE == BF16
     if (b.rows_wide) {
-        constexpr int UNITS = 128 / (LANES * 8);
+        constexpr int UNITS = 2;
 #pragma unroll 1
         for (int first = from; first < dim; first += UNITS * LANES * 8) {
             uint4 x[UNITS], y[UNITS];
@@ -172,6 +174,7 @@ __device__ inline void find_key_tiles(const BackwardParams& b) {
 // A block's rows, also those that backward_hopper.cu has beyond the last of a head or sequence. There nothing is attended; what is read is the last one's.
 __device__ inline void find_states(const BackwardParams& b) {
     const Params& p = b.all;
+    griddepcontrol_launch_dependents();
     for (i64 at = (i64)blockIdx.x * THREADS + threadIdx.x; at < b.zeroed_words; at += (i64)gridDim.x * THREADS) b.zeroed[at] = 0;
     const int matrix = blockIdx.x / b.units, padded = (blockIdx.x - matrix * b.units) * ROWS_OF_BLOCK + threadIdx.x / LANES;
     const int batch = matrix / p.heads, head = matrix - batch * p.heads;
@@ -218,7 +221,7 @@ __device__ inline void sum_sink(const BackwardParams& b, Acc (&of_warp)[WARPS]) 
     store_as(b.d_sinks, p.sinks_dtype, head * b.d_sinks_stride, sum);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ BackwardParams b) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward(const __grid_constant__ BackwardParams b) {
     extern __shared__ __align__(128) u8 memory[];
     if (PASS == ROWS) find_states(b);
     else sum_sink(b, *(Acc(*)[WARPS])memory);

@@ -234,6 +234,12 @@ impl NotingWorkspace {
         (self.sums.expect("sums of backward_hopper.cu"), [self.padded_rows, self.sum_rows, self.key_units])
     }
 
+    /// Where turns lie, behind notes of so many heads.
+    #[cfg(test)]
+    pub(crate) fn turns(&self, heads: usize) -> usize {
+        self.zeroed + 4 * (2 + heads)
+    }
+
     /// The same with sums of backward_hopper.cu; so many rows of a tile of queries and of keys, and columns of dq.
     pub(crate) fn with_sums(spec: &BackwardSpec, states: usize, [rows, keys]: [usize; 2], columns: usize) -> Self {
         let forward = spec.forward();

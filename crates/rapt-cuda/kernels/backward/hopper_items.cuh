@@ -63,12 +63,16 @@ __device__ inline Item item_of(const Items& of, int number, const void* key_tile
     return item;
 }
 
-// How many items add to tile i of queries before that of a tile of keys: those of keys taken earlier that it sees.
-__device__ inline u32 turn_of(const Extent& of, int step, int tile, int i) {
-    if (step < 0) return tile - between(i * BM + of.lo_shift, of.kv_len) / BN;
+// The first and the last tile of keys that tile i of queries sees, if it sees any.
+__device__ inline int first_seen(const Extent& of, int i) { return between(i * BM + of.lo_shift, of.kv_len) / BN; }
+__device__ inline int last_seen(const Extent& of, int i) {
     const int end = i * BM + BM, last = (end < of.q_len ? end : of.q_len) - 1;
-    return (between(last + of.hi_shift, of.kv_len) - 1) / BN - tile;
+    return (between(last + of.hi_shift, of.kv_len) - 1) / BN;
 }
+// How many items add to tile i of queries before that of a tile of keys: those of keys taken earlier that it sees.
+__device__ inline u32 turn_of(const Extent& of, int step, int tile, int i) { return step < 0 ? tile - first_seen(of, i) : last_seen(of, i) - tile; }
+// And how many in all.
+__device__ inline u32 turns_in_all(const Extent& of, int i) { return last_seen(of, i) - first_seen(of, i) + 1; }
 
 // Tiles of which no pair is left out by its position: those of queries from the first number up to the second.
 constexpr int NO_ROW = 1 << 30;

@@ -184,6 +184,9 @@ __device__ inline void run_block(const BackwardHopperParams& h) {
     Shared& sh = *(Shared*)memory;
     const int group = uniform(threadIdx.x / 128);
     if (threadIdx.x == 0) init_barriers(sh);
+    griddepcontrol_wait();
+    // Rows of dq are made beside this, on the multiprocessors that are left.
+    griddepcontrol_launch_dependents();
     __syncthreads();
     if (group == 2) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();

@@ -196,6 +196,8 @@ __device__ inline u32 load_acquire(const u32* at) {
 }
 __device__ inline void store_release(u32* at, u32 x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory"); }
 
+__device__ inline void nanosleep(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
+
 // The count so far, which is one more then.
 __device__ inline u32 take_number(u32* count) {
     u32 x;

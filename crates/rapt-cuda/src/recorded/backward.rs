@@ -167,7 +167,7 @@ fn three_gradients_of_plain_scores_are_one_launch_of_as_many_blocks_as_there_are
     for call in ran.unwrap() {
         match call {
             Call::Encode { tensor, address } => encoded.push((address, tensor.box_rows, tensor.sizes)),
-            Call::Launch { grid, stream: 77, params, .. } => launches.push((grid.blocks, params.len())),
+            Call::Launch { grid, stream: 77, params, .. } => launches.push((grid.blocks, params.len(), grid.overlaps)),
             other => panic!("{other:?}"),
         }
     }
@@ -175,8 +175,10 @@ fn three_gradients_of_plain_scores_are_one_launch_of_as_many_blocks_as_there_are
     let lies = |n: usize| at(n, 0).addr();
     assert_eq!(encoded, [(1, queries), (2, keys), (3, keys), (8, queries)].map(|(n, sizes)| (lies(n), 128, sizes)));
     let (params, hopper) = (size_of::<BackwardParams>(), size_of::<BackwardHopperParams>());
-    // Rows and parts by 64 a block, of tiles of 128 queries; the last two by 128 own rows.
-    assert_eq!(launches, [(24, params), (4, hopper), (24, params), (4, params), (12, params)]);
+    // Rows and parts by 64 a block, of tiles of 128 queries; the last two by 128 own rows. All but the first wait of themselves for what was launched before.
+    let expected_launches =
+        [(24, params, false), (4, hopper, true), (24, params, true), (4, params, true), (12, params, true)];
+    assert_eq!(launches, expected_launches);
     let text = plan.explain().to_string();
     assert!(text.contains("backward_hopper together bfloat16 64/64") && text.contains("in one order"), "{text}");
     let (_, ran) = plain.run(&of, bytes - 1);

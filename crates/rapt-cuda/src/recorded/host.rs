@@ -26,7 +26,7 @@ use rapt_testkit::{Case, Config, Engine, Guard, Places, conformance, replay};
 use super::*;
 
 /// What stands in for an instruction, or for what CUDA C++ has: the definitions that get another name.
-const STANDS_IN: [&str; 18] = [
+const STANDS_IN: [&str; 20] = [
     "inline u32 shared_address(",
     "inline void ldmatrix(u32",
     "inline void ldmatrix_trans(u32 (&r)[4]",
@@ -40,6 +40,8 @@ const STANDS_IN: [&str; 18] = [
     "inline void cp_async_zfill(",
     "inline void cp_async_commit(",
     "inline void cp_async_wait(",
+    "inline u32 load_acquire(",
+    "inline void nanosleep(",
     "inline float exp2_approx(",
     "inline float f16_to_float(",
     "inline u16 float_to_f16(",

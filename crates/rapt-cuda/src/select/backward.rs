@@ -13,10 +13,7 @@ use rapt_core::{
 use super::tensor_cores::{has_ordinary_scale, is_natural, mask_class, padded_dims, sequences};
 use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
 use crate::access::moves_by;
-use crate::backward::{
-    BackwardParams, HOPPER_KEYS, HOPPER_TALL_ROWS, HOPPER_WIDE_KEYS, HopperItems, NotingWorkspace, state_bytes,
-    tiles_of,
-};
+use crate::backward::{BackwardParams, HOPPER_TALL_ROWS, HopperItems, NotingWorkspace, state_bytes, tiles_of};
 use crate::launch::Step;
 use crate::launch::backward::{BackwardLaunch, HopperPass, PassStep, WhyNoTensorCores};
 use crate::params::Params;
@@ -136,7 +133,7 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
         ..KernelVariant::backward(caps.arch, storage, mask, Pass::Together)
     };
     let rows = of_dims.backward_block_m();
-    let keys = if of_dims.has_halves() { HOPPER_WIDE_KEYS } else { HOPPER_KEYS };
+    let keys = of_dims.backward_block_n();
     let [tensors @ .., of_mask] = loaded(spec, [rows, keys]);
     let by_tma = tensors.iter().all(Option::is_some) && (mask.is_none() || of_mask.is_some());
     let loads = if by_tma { Loads::Tma } else { Loads::ByElement };

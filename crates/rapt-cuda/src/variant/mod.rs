@@ -339,7 +339,9 @@ impl KernelVariant {
     /// Whether the kernel itself waits for the launch before it, where the architecture can.
     pub(crate) const fn overlaps(&self) -> bool {
         let waits = matches!(self.algorithm, Algorithm::Decode | Algorithm::DecodeCodes | Algorithm::Combine)
-            || matches!((self.algorithm, self.sequences), (Algorithm::Hopper, Sequences::Varlen));
+            || matches!((self.algorithm, self.sequences), (Algorithm::Hopper, Sequences::Varlen))
+            || matches!(self.algorithm, Algorithm::BackwardHopper | Algorithm::Backward(Pass::Parts))
+            || matches!(self.algorithm, Algorithm::BackwardMma(Pass::KeysAgain | Pass::QueriesAgain));
         waits && !matches!(self.arch, Arch::Sm80 | Arch::Sm86 | Arch::Sm87 | Arch::Sm89)
     }
 

@@ -191,6 +191,7 @@ impl KernelVariant {
             options.define("DQ_ROW", self.dq_row());
             options.define("DQ_TURNED", u32::from(self.turns_dq()));
             options.define("BLOCK_M", self.backward_block_m() as u32);
+            options.define("BLOCK_N", self.backward_block_n() as u32);
         } else if pass == Pass::Rows && self.sequences == Sequences::Varlen {
             options.define("BLOCK_M", self.block_m);
             options.define("BLOCK_N", self.block_n);

@@ -5,7 +5,7 @@ use rapt_core::DType;
 use super::{
     Algorithm, DEVIATION_THREADS, KernelVariant, Loads, MMA_WARPS, Pass, Sequences, WIDE_PIECE_BYTES, generic_columns,
 };
-use crate::backward::{HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_TURNED_ROWS};
+use crate::backward::{HOPPER_KEYS, HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_TURNED_ROWS, HOPPER_WIDE_KEYS};
 use crate::codes::{Codes, Operand, TileCodes, TileScales};
 use crate::deviation::FIGURES_BYTES;
 use crate::tensor_map::BOX_COLUMNS;
@@ -202,6 +202,11 @@ impl KernelVariant {
         } else {
             HOPPER_ROWS
         }
+    }
+
+    /// Keys of a tile there.
+    pub(crate) const fn backward_block_n(&self) -> usize {
+        if self.has_halves() { HOPPER_WIDE_KEYS } else { HOPPER_KEYS }
     }
 
     /// Whether backward_hopper.cu takes 128 queries a tile of a head and not 64. Beside softcap that spilled 4 to 68 bytes (NVRTC 13.2).

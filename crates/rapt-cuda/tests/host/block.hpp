@@ -317,6 +317,9 @@ void mma_of(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     mma(c, a, b0, b1);
 }
 inline unsigned reread_ctaid() { return blockIdx.x; }
+inline unsigned load_acquire(const unsigned* at) { return *at; }
+// Blocks run one after another: what has not come never will.
+inline void nanosleep(unsigned) { std::abort(); }
 
 // m16n8k8 of TF32: A has rows g, g+8 and columns t, t+4; B rows t, t+4 and column g; of each number 11 bits are read.
 inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {

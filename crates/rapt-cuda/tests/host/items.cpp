@@ -1,7 +1,8 @@
 // kernels/backward/hopper_items.cuh compiled for the host: reads Items, and where VARLEN their KeyTiles; prints their items. recorded/host/items.rs and
 // key_tiles.rs judge them.
 //
-//   out   batch or sequence, head, tile of keys, whole from and up to, then each tile of queries and its turn; a line for an item
+//   out   batch or sequence, head, tile of keys, whole from and up to, then each tile of queries, its turn, and how many turns it has in all; a line for an
+//         item
 
 #include <cstdio>
 #include <vector>
@@ -26,7 +27,7 @@ int main() {
             std::printf("%d %d %d %d %d", entry, item.kv_head, item.tile, whole_from(extent, item), whole_to(extent, item));
             for (int n = 0; n < item.tiles; n++) {
                 const int i = item.first_tile + n * of.step;
-                std::printf(" %d %u", i, turn_of(extent, of.step, item.tile, i));
+                std::printf(" %d %u %u", i, turn_of(extent, of.step, item.tile, i), turns_in_all(extent, i));
             }
             std::putchar('\n');
         }

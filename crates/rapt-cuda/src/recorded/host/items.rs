@@ -63,11 +63,11 @@ pub(super) fn judge(spec: &BackwardSpec, [of_tile, of_item]: [usize; 2], lines: 
         assert!((tile as usize) < key_tiles && taken.insert((batch, head, tile)), "{line:?}");
         let keys = tile as usize * of_item..((tile as usize + 1) * of_item).min(kv_len);
         let mut seeing = HashSet::new();
-        for of in line[5..].chunks(2) {
-            let [i, turn] = of else { panic!("{line:?}") };
+        for of in line[5..].chunks(3) {
+            let [i, turn, in_all] = of else { panic!("{line:?}") };
             assert!((0..query_tiles as i64).contains(i) && seeing.insert(*i), "{line:?}");
-            let before: &mut i64 = added.entry((batch, head, *i)).or_default();
-            assert_eq!(turn, before, "tile {i} of {line:?} of {forward:?}");
+            let (before, all): &mut (i64, i64) = added.entry((batch, head, *i)).or_insert((0, *in_all));
+            assert_eq!((turn, in_all), (&*before, &*all), "tile {i} of {line:?} of {forward:?}");
             *before += 1;
         }
         for i in 0..query_tiles as i64 {
@@ -82,8 +82,11 @@ pub(super) fn judge(spec: &BackwardSpec, [of_tile, of_item]: [usize; 2], lines: 
     for i in 0..query_tiles {
         let rows = i * of_tile..((i + 1) * of_tile).min(q_len);
         let (lo, hi) = range.keys_of_run(rows.start, rows.end);
-        // backward_parts.cu reads what these sums are.
+        // backward_parts.cu reads what these sums are, and waits for all turns.
         assert!(lo == hi || added.contains_key(&(0, 0, i as i64)), "nothing adds to tile {i} of {forward:?}");
+    }
+    for ((_, _, i), (turns, in_all)) in added {
+        assert_eq!(turns, in_all, "tile {i} of {forward:?}");
     }
 }
 

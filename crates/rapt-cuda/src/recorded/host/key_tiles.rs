@@ -40,7 +40,7 @@ impl Workspace {
         // SAFETY: within the workspace, whose bytes are numbers of any kind; `byte` is a multiple of 16.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr().byte_add(byte).cast(), len) }.to_vec()
     }
-    fn put(&mut self, byte: usize, numbers: &[f32]) {
+    fn put<T: Copy>(&mut self, byte: usize, numbers: &[T]) {
         assert!(byte + size_of_val(numbers) <= self.0.len() * 16);
         // SAFETY: as above.
         unsafe {
@@ -84,8 +84,8 @@ fn check_rows(of: &Packed, log2_lse: &[f32], padded: usize, tile_rows: usize) {
     }
 }
 
-/// Items of each sequence are those of a call alone, in an order in which each waits for items taken before.
-fn check_items(of: &Packed, items: HopperItems, tiles: [usize; 2], key_tiles: &[u8]) {
+/// Items of each sequence are those of a call alone, in an order in which each waits for items taken before; the items.
+fn check_items(of: &Packed, items: HopperItems, tiles: [usize; 2], key_tiles: &[u8]) -> Vec<Vec<i64>> {
     let lines = printed([items.as_bytes(), key_tiles].concat(), tiles, true);
     let mut seen = 0;
     for (n, (queries, keys)) in ranges(&of.of_q).zip(ranges(&of.of_kv)).enumerate() {
@@ -110,6 +110,22 @@ fn check_items(of: &Packed, items: HopperItems, tiles: [usize; 2], key_tiles: &[
     let others = lines.iter().filter(|line| !(0..of.of_q.len() as i64 - 1).contains(&line[0]));
     assert!(others.clone().all(|line| line.len() == 5));
     assert_eq!((others.count(), seen + 2 * of.heads[1]), (2 * of.heads[1], lines.len()));
+    lines
+}
+
+/// How many of the items have added to both parts of each of a head's tiles of so many queries.
+fn turns(of: &Packed, items: &[Vec<i64>], tiles: usize, tile_rows: usize) -> Vec<u32> {
+    let mut all = vec![0; of.heads[0] * tiles * 2];
+    let group = of.heads[0] / of.heads[1];
+    for line in items.iter().filter(|line| line.len() > 5) {
+        let first = first_tile(&of.of_q, line[0] as usize, tile_rows);
+        for (head, of) in (0..group).flat_map(|n| line[5..].chunks(3).map(move |of| (line[1] as usize * group + n, of)))
+        {
+            let at = (head * tiles + first + of[0] as usize) * 2;
+            all[at..at + 2].iter_mut().for_each(|turns| *turns += 1);
+        }
+    }
+    all
 }
 
 /// Sums that say where they belong, as warps of backward_hopper.cu hold them; what lies beyond rows is no number.
@@ -205,8 +221,11 @@ impl Planned {
             let tiles = [hopper.block_m, hopper.block_n].map(|n| n as usize);
             let ([log2_lse, dq_sums, key_tiles], [padded_rows, sum_rows, key_units]) = launch.noting.unwrap().parts();
             check_rows(of, &workspace.numbers(log2_lse, of.heads[0] * padded_rows), padded_rows, tiles[0]);
-            check_items(of, items, tiles, &workspace.numbers(key_tiles, key_units * 48));
+            let lines = check_items(of, items, tiles, &workspace.numbers(key_tiles, key_units * 48));
             workspace.put(dq_sums, &sums(of, *dim, &hopper, sum_rows));
+            let noted_heads = (of.of_q.len() - 1) * of.heads[1];
+            let turns = turns(of, &lines, padded_rows / tiles[0], tiles[0]);
+            workspace.put(launch.noting.unwrap().turns(noted_heads), &turns);
             block_rows = step(launch, Pass::Parts).step.variant.block_m as usize;
         });
         let rows = of.totals()[0].len();
