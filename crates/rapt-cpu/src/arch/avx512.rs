@@ -228,14 +228,15 @@ impl CodeVectors for Avx512F32 {
             _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(0xBF80_u16.cast_signed())))
         }
         fn has_e4m3fn_nan(ptr: *const u8, n: usize) -> bool {
-            let mut found = 0;
-            for at in (0..n).step_by(64) {
-                let codes = _mm512_maskz_loadu_epi8(u64::MAX >> (64 - (n - at).min(64)), ptr.add(at).cast());
-                // Doubled, a code loses its sign.
-                let doubled = _mm512_add_epi8(codes, codes);
-                found |= _mm512_cmpeq_epi8_mask(doubled, _mm512_set1_epi8(-2));
+            let (mut largest, whole) = (_mm512_setzero_si512(), n / 64 * 64);
+            for at in (0..whole).step_by(64) {
+                let codes = _mm512_loadu_si512(ptr.add(at).cast());
+                // Doubled, a code loses its sign: NaN is the largest then.
+                largest = _mm512_max_epu8(largest, _mm512_add_epi8(codes, codes));
             }
-            found != 0
+            let codes = _mm512_maskz_loadu_epi8((1 << (n - whole)) - 1, ptr.wrapping_add(whole).cast());
+            largest = _mm512_max_epu8(largest, _mm512_add_epi8(codes, codes));
+            _mm512_cmpeq_epi8_mask(largest, _mm512_set1_epi8(-2)) != 0
         }
         fn load_e5m2(ptr: *const u8) -> __m512 {
             // The upper half of a binary16.

@@ -216,10 +216,13 @@ impl<S: CodeVectors, C: Element<S> + 'static> Part<S> for HasNan<'_, C> {
     #[inline(always)]
     unsafe fn run(self) -> bool {
         let HasNan { rows: &CodeRows { first, stride, .. }, sizes: Sizes { n, dim, .. }, .. } = self;
+        let bytes = dim.div_ceil(C::SHARED);
+        // Rows that follow one another are one.
+        let (rows, len) = if stride == bytes as isize { (1, n * bytes) } else { (n, bytes) };
         let mut found = false;
-        for j in 0..n {
+        for j in 0..rows {
             // SAFETY: as above.
-            found |= unsafe { C::has_nan(first.wrapping_offset(j as isize * stride), dim.div_ceil(C::SHARED)) };
+            found |= unsafe { C::has_nan(first.wrapping_offset(j as isize * stride), len) };
         }
         found
     }

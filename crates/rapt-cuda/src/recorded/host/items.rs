@@ -1,6 +1,7 @@
 //! The items of backward_hopper.cu and backward_hopper_wide.cu, by the kernels' own source on this machine's processor: each tile of keys once, each tile of
 //! queries that sees it, and turns that only wait for items taken before.
 
+use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
 use std::process::Stdio;
@@ -11,18 +12,31 @@ use rapt_testkit::Rng;
 use super::*;
 use crate::backward::{HOPPER_KEYS, HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_TURNED_ROWS, HOPPER_WIDE_KEYS, HopperItems};
 
-/// What the kernels' source says of the items in `bytes`, of so many queries a tile and keys: a list of numbers for each.
-pub(super) fn printed(bytes: Vec<u8>, [rows, keys]: [usize; 2], is_varlen: bool) -> Vec<Vec<i64>> {
-    std::fs::create_dir_all(folder()).unwrap();
-    let name = format!("items-{rows}-{keys}-{is_varlen}");
-    let (own, program) = (Path::new(env!("CARGO_MANIFEST_DIR")), folder().join(name));
-    let mut command = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()));
-    command.args(["-std=c++17", "-O1", "-w", &format!("-DBLOCK_M={rows}"), &format!("-DBLOCK_N={keys}")]);
-    command.arg(format!("-DVARLEN={}", u8::from(is_varlen)));
-    command.arg("-I").arg(own.join("tests/host")).arg("-I").arg(own.join("kernels"));
-    let output = command.arg(own.join("tests/host/items.cpp")).arg("-o").arg(&program).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let mut child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+thread_local! {
+    /// The programs that a test has compiled.
+    static COMPILED: RefCell<HashSet<PathBuf>> = RefCell::default();
+}
+
+/// The program that prints items of so many queries a tile and keys.
+fn program([rows, keys]: [usize; 2], is_varlen: bool) -> PathBuf {
+    let program = folder().join(format!("items-{rows}-{keys}-{is_varlen}"));
+    if COMPILED.with_borrow_mut(|compiled| compiled.insert(program.clone())) {
+        std::fs::create_dir_all(folder()).unwrap();
+        let own = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let mut command = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()));
+        command.args(["-std=c++17", "-O1", "-w", &format!("-DBLOCK_M={rows}"), &format!("-DBLOCK_N={keys}")]);
+        command.arg(format!("-DVARLEN={}", u8::from(is_varlen)));
+        command.arg("-I").arg(own.join("tests/host")).arg("-I").arg(own.join("kernels"));
+        let output = command.arg(own.join("tests/host/items.cpp")).arg("-o").arg(&program).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    program
+}
+
+/// What the kernels' source says of the items in `bytes`: a list of numbers for each.
+pub(super) fn printed(bytes: Vec<u8>, tiles: [usize; 2], is_varlen: bool) -> Vec<Vec<i64>> {
+    let mut child =
+        Command::new(program(tiles, is_varlen)).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut input = child.stdin.take().unwrap();
     let writer = std::thread::spawn(move || input.write_all(&bytes).unwrap());
     let output = child.wait_with_output().unwrap();

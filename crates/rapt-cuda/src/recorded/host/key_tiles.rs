@@ -1,6 +1,9 @@
 //! What backward_rows.cu leaves of sequences to backward_hopper.cu, and what backward_parts.cu makes of the sums of those, by their own sources on this
 //! machine's processor.
 
+use std::cell::RefCell;
+use std::collections::HashMap;
+
 use rapt_core::{BackwardOperands, BackwardSpec, Causal, GradientForms, Options};
 
 use super::items::{judge, printed};
@@ -15,13 +18,23 @@ use crate::variant::Pass;
 const CAPS: Caps =
     Caps { arch: Arch::Sm90a, multiprocessors: 132, shared_bytes: 227 * 1024, clock_hz: None, bandwidth: None };
 
+thread_local! {
+    /// What a test has compiled, by its source and options.
+    static COMPILED: RefCell<HashMap<(String, Vec<String>), (HostDriver, Function)>> = RefCell::default();
+}
+
 fn launched(step: &PassStep, params: &BackwardParams) {
     let variant = step.step.variant;
-    let compiled = HostCompiler.compile("", &variant.source(), &variant.options()).unwrap().unwrap();
-    let driver = HostDriver::default();
-    let function = driver.load(0, &compiled.bytes, variant.entry(), variant.shared_bytes()).unwrap();
-    // SAFETY: the parameters have addresses of this process, as the plan wants them.
-    unsafe { driver.launch(&function, step.step.grid(), 0, params.with_units(step.units).as_bytes()) }.unwrap();
+    COMPILED.with_borrow_mut(|compiled| {
+        let (driver, function) = compiled.entry((variant.source(), variant.options())).or_insert_with_key(|of| {
+            let machine_code = HostCompiler.compile("", &of.0, &of.1).unwrap().unwrap().bytes;
+            let driver = HostDriver::default();
+            let function = driver.load(0, &machine_code, variant.entry(), variant.shared_bytes()).unwrap();
+            (driver, function)
+        });
+        // SAFETY: the parameters have addresses of this process, as the plan wants them.
+        unsafe { driver.launch(function, step.step.grid(), 0, params.with_units(step.units).as_bytes()) }.unwrap();
+    });
 }
 
 fn step(launch: &BackwardLaunch, pass: Pass) -> &PassStep {
