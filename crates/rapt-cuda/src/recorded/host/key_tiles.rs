@@ -18,9 +18,12 @@ use crate::variant::Pass;
 const CAPS: Caps =
     Caps { arch: Arch::Sm90a, multiprocessors: 132, shared_bytes: 227 * 1024, clock_hz: None, bandwidth: None };
 
+/// Functions by their sources and options.
+type Compiled = HashMap<(String, Vec<String>), (HostDriver, Function)>;
+
 thread_local! {
-    /// What a test has compiled, by its source and options.
-    static COMPILED: RefCell<HashMap<(String, Vec<String>), (HostDriver, Function)>> = RefCell::default();
+    /// What a test has compiled.
+    static COMPILED: RefCell<Compiled> = RefCell::default();
 }
 
 fn launched(step: &PassStep, params: &BackwardParams) {
