@@ -202,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward(const
     extern __shared__ __align__(128) u8 memory[];
     Shared& sh = *(Shared*)memory;
 #if AGAIN
-    if (PASS == KEYS) griddepcontrol_launch_dependents();
+    // Not where the next launch is somebody else's.
+    if (PASS == KEYS && b.dq != nullptr) griddepcontrol_launch_dependents();
     griddepcontrol_wait();
     if (!is_any_odd(b)) return;
 #pragma unroll 1

@@ -3,8 +3,9 @@
 //   A block 64 rows. Sums lie in fragments, of as many warps as there are 16 rows, all columns or half of them after the other, 64 at a time: through
 //   shared memory they become rows. Where columns of dq were rows of the product (DQ_TURNED), a block is a tile of queries: fragments of 64 columns and
 //   of the others, of as many eights of queries as 16 rows have.
-//   turns   This is launched beside backward_hopper.cu, once each block of that has begun: a block waits until its tile has all its parts, so that blocks
-//           run where multiprocessors have no keys left while others still have. The last block ends behind that launch, for those that follow.
+//   turns   This is launched beside backward_hopper.cu, once each block of that has begun, and so behind the pass over rows: a block waits until its tile
+//           has all its parts, so that blocks run where multiprocessors have no keys left while others still have. The last block ends behind that launch,
+//           for those that follow.
 //
 // A head with a sum that is not finite, or with a lse that is not relied on, is noted: backward_mma.cu computes it again.
 
@@ -46,11 +47,12 @@ __device__ inline void put(Elem* rows, const float4& x, float scale, int at, int
 // else each half of the columns. Whoever has asked for milliseconds waits for the whole launch: offsets that changed since would have turns that never come.
 __device__ inline void wait_for_turns(const BackwardParams& b, int at_block, const Sequence& of, int i) {
     const Params& p = b.all;
-    const int lag = of.lag(p), half = at_block * ROWS % BM / ROWS;
-    const u32* turns = turns_of(b) + (at_block * ROWS / BM * 2 + half);
+    constexpr int BLOCKS = BM / ROWS;  // of a tile
+    const int lag = of.lag(p);
+    const u32* turns = turns_of(b) + (at_block / BLOCKS * 2 + at_block % BLOCKS);
     const u32 all = turns_in_all({of.q_len(p), of.kv_len(p), p.lo_shift - lag, p.hi_shift - lag}, i);
 #pragma unroll 1
-    for (int n = 0, asked = 0; n < (BM > ROWS ? 1 : 2); n++)
+    for (int n = 0, asked = 0; n < (BLOCKS > 1 ? 1 : 2); n++)
         for (; load_acquire(turns + n) != all; asked++) {
             if (asked == 4096) return griddepcontrol_wait();
             nanosleep(200);

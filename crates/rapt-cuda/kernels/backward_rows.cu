@@ -14,8 +14,13 @@
 #define ROWS 0
 #define SINKS 4
 constexpr int THREADS = 256, WARPS = THREADS / 32, LANES = 4, ROWS_OF_BLOCK = THREADS / LANES;
-// Rows of 16 bits are read as fast as memory gives them: loads of so many blocks are under way.
-constexpr int MIN_BLOCKS = STORAGE == F16 || STORAGE == BF16 ? 6 : 1;
+// How many blocks a multiprocessor has registers for: loads of 16 bits are to be under way for all of them. Of an H200; elsewhere it was not measured. Rows
+// of sequences would be spilled with more than four.
+#if __CUDA_ARCH__ == 900
+constexpr int MIN_BLOCKS = PASS != ROWS || STORAGE != F16 && STORAGE != BF16 ? 1 : VARLEN ? 4 : 6;
+#else
+constexpr int MIN_BLOCKS = 1;
+#endif
 constexpr Acc LARGE = LARGE_LSE;
 
 // The maximum and the sum of exponentials of keys so far.

@@ -1,4 +1,4 @@
-// What the blocks of backward_hopper.cu work off, and in which order.
+// What the blocks of backward_hopper.cu work off, and in which order; and what backward_parts.cu waits for.
 //
 //   item     BLOCK_N keys of a key head, and the tiles of BLOCK_M queries that see them. Taken from one count in device memory: a tile of keys
 //            of each of `heads` heads, then the next tile of each, and when these heads are done the next ones.

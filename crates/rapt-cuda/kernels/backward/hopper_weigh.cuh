@@ -185,7 +185,8 @@ __device__ inline void run_block(const BackwardHopperParams& h) {
     const int group = uniform(threadIdx.x / 128);
     if (threadIdx.x == 0) init_barriers(sh);
     griddepcontrol_wait();
-    // Rows of dq are made beside this, on the multiprocessors that are left.
+    // Rows of dq are made beside this, on the multiprocessors that are left. Behind the wait: backward_parts.cu waits for turns alone, and takes for granted
+    // that backward_rows.cu has ended, which made these zeros.
     griddepcontrol_launch_dependents();
     __syncthreads();
     if (group == 2) {

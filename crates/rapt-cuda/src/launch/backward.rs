@@ -3,10 +3,10 @@
 //! ```text
 //! rows      delta of each row, and what its probabilities are recomputed from       into the workspace
 //! keys      dk and dv        queries   dq        mask   d_mask        sinks   d_sinks
-//! together  in place of keys and queries: dk, dv and parts of dq; then parts (dq)
+//! together  in place of keys and queries: dk, dv and parts of dq; then parts (dq), begun beside it
 //! again     keys and queries once more, of heads that were noted: behind together, and behind each of float32 on compute capability 9.0
 //! ```
-//! Each writes what no other does, and reads what rows left. Deliberately absent: any choice, any allocation.
+//! Each writes what no other does but for notes of heads, and reads what rows left. Deliberately absent: any choice, any allocation.
 
 use rapt_core::{
     BackwardOperands, Compiled, Cost, Device, DeviceMemory, Error, KernelKey, Launch, LaunchPlan, PlanPart,

@@ -209,9 +209,14 @@ fn float32_has_passes_by_halves_and_notes_beside_the_states_of_rows() {
     let expected =
         [generic(Pass::Rows), halves(Pass::Keys), mma(Pass::KeysAgain), halves(Pass::Queries), mma(Pass::QueriesAgain)];
     assert_eq!(passes(&plan), expected);
+    // What is computed again waits of itself for what was launched before.
     let blocks = |ran: rapt_core::Result<Vec<Call>>| {
-        let of = |call| if let Call::Launch { grid, stream: 77, .. } = call { grid.blocks } else { panic!("{call:?}") };
-        ran.unwrap().into_iter().map(of).collect::<Vec<_>>()
+        let of = |(n, call)| {
+            let Call::Launch { grid, stream: 77, .. } = call else { panic!("{call:?}") };
+            assert_eq!(grid.overlaps, n == 2 || n == 4);
+            grid.blocks
+        };
+        ran.unwrap().into_iter().enumerate().map(of).collect::<Vec<_>>()
     };
     // 90 keys and 70 queries of 128 a block, of four and of twelve heads; what is computed again has 64 rows a block.
     assert_eq!(blocks(ran), [24, 4, 8, 12, 24]);

@@ -336,7 +336,7 @@ impl KernelVariant {
         if self.decode_warps() == 8 || self.dims.1 > 128 { 1 } else { 2 }
     }
 
-    /// Whether the kernel itself waits for the launch before it, where the architecture can.
+    /// Whether the kernel itself waits for the launch before it, or for what it reads of it and ends behind it, where the architecture can.
     pub(crate) const fn overlaps(&self) -> bool {
         let waits = matches!(self.algorithm, Algorithm::Decode | Algorithm::DecodeCodes | Algorithm::Combine)
             || matches!((self.algorithm, self.sequences), (Algorithm::Hopper, Sequences::Varlen))

@@ -49,7 +49,7 @@ pub(crate) struct Grid {
     pub(crate) blocks: u32,
     pub(crate) threads: u32,
     pub(crate) shared_bytes: u32,
-    /// Blocks may take their places while the stream's launch before this one runs: the kernel waits for it of itself.
+    /// Blocks may take their places while the stream's launch before this one runs: the kernel waits for it of itself, or for what it reads of it.
     pub(crate) overlaps: bool,
 }
 
