@@ -311,10 +311,12 @@ fn gradients_compile_and_the_hot_ones_do_not_spill() {
     let mut seen = HashSet::new();
     all.retain(|variant| seen.insert(*variant));
     if !std::env::var("RAPT_WHOLE").is_ok_and(|whole| whole == "1") {
-        // Rows, the three together and their parts of the first request, the three together of narrow and wide heads, and a pass of float32.
+        // Rows, the three together and their parts of the first request, the three together of narrow and wide heads, a pass of float32, and rows of sequences.
         let found = |name| all.iter().copied().find(|variant| variant.to_string().starts_with(name)).unwrap();
         let together = "backward_hopper together bfloat16 64/64";
-        let others = [together, "backward_hopper_wide", "backward_halves queries float32 128/128"].map(found);
+        let of_sequences = "backward_rows rows bfloat16 varlen";
+        let others =
+            [together, "backward_hopper_wide", "backward_halves queries float32 128/128", of_sequences].map(found);
         all.truncate(3);
         all.extend(others);
     }
