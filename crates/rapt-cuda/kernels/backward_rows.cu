@@ -70,7 +70,7 @@ __device__ inline Acc delta_of(const BackwardParams& b, int batch, int head, int
     Acc sum = 0;
 #if STORAGE == F16 || STORAGE == BF16
     if (b.rows_wide) {
-        constexpr int UNITS = 2;
+        constexpr int UNITS = 64 / (LANES * 8);
 #pragma unroll 1
         for (int first = from; first < dim; first += UNITS * LANES * 8) {
             uint4 x[UNITS], y[UNITS];

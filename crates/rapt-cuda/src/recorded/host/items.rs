@@ -33,7 +33,7 @@ fn program([rows, keys]: [usize; 2], is_varlen: bool) -> PathBuf {
     program
 }
 
-/// What the kernels' source says of the items in `bytes`: a list of numbers for each.
+/// What the kernels' source says of the items in `bytes`, of so many queries a tile and keys: a list of numbers for each.
 pub(super) fn printed(bytes: Vec<u8>, tiles: [usize; 2], is_varlen: bool) -> Vec<Vec<i64>> {
     let mut child =
         Command::new(program(tiles, is_varlen)).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
