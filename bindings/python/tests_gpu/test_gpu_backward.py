@@ -194,7 +194,7 @@ def test_every_option_in_every_dtype(option, dtype):
 
 
 def test_long_sequences_are_as_near_as_pytorchs_own():
-    for shape, causal in [((2, 4, 2048, 128), True), ((1, 4, 3000, 64), False), ((1, 2, 1500, 256), True)]:
+    for shape, causal in [((2, 4, 2048, 128), True), ((1, 4, 3000, 64), False), ((1, 2, 1500, 256), True), ((1, 1, 8200, 256), True), ((1, 1, 8200, 96), True)]:
         q, k, v, d_o = (new(*shape, seed=n) for n in range(4))
         out, lse = rapt.attention(q, k, v, causal=causal, return_lse=True)
         got = rapt.attention_backward(d_o, q, k, v, out, lse, causal=causal)
@@ -291,6 +291,20 @@ def test_bits_are_the_same_every_time_and_whatever_lies_beside(dtype, dim):
     for at in range(3):
         alone = backward(*(x[at : at + 1] for x in (d_o, q, k, v, out, lse, d_lse)), options)
         assert all(torch.equal(a, b[at : at + 1]) for a, b in zip(alone[:3], first))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [(None, 0), (0, None), (700, 0)], ids=str)
+def test_bits_of_long_sequences_are_those_of_each_head_alone(dim, window):
+    rows = 8200
+    case = dataclasses.replace(PLAIN, dtype=BF16, q=(2, 3, rows, dim), kv_heads=3, dim_v=dim, kv_len=rows, window=window)
+    q, k, v, options, out, lse, d_o, _ = problem(case)
+    first = backward(d_o, q, k, v, out, lse, None, options)
+    backward(d_o * 2, q, k, v, out, lse, None, options)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, backward(d_o, q, k, v, out, lse, None, options)))
+    for batch, head in (0, 0), (1, 2):
+        alone = backward(*(x[batch : batch + 1, head : head + 1] for x in (d_o, q, k, v, out, lse)), None, options)
+        assert all(torch.equal(a, b[batch : batch + 1, head : head + 1]) for a, b in zip(alone[:3], first))
 
 
 def rounded_alike(a, b):

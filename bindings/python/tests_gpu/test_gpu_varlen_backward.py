@@ -68,6 +68,14 @@ def test_each_head_dim_and_many_lengths(dims):
     Gradients(MIXED, heads=(4, 4), dims=dims, dtype=dtype).check_backward(causal="bottom_right")
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_long_sequences_beside_short_ones(dims):
+    # From 8192 queries on a sequence's first keys are taken first, as a call alone takes them.
+    lengths = [8300, 300, 8192, 8191]
+    for options in {"causal": "bottom_right"}, {"window": (0, None)}:
+        Gradients((lengths, lengths), heads=(2, 2), dims=dims, dtype=torch.bfloat16).check_backward(**options)
+
+
 def test_sinks_slopes_and_many_sequences():
     sinks, slopes = torch.randn(4, device="cuda"), torch.rand(4, device="cuda")
     Gradients(SMALL).check_backward(sinks=sinks)

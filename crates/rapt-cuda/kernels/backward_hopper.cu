@@ -132,7 +132,7 @@ struct Consumer {
             begin_item(*this, s);
             const Extent extent = extent_of(h.items, sh.items[round % 2]);
             const int whole_from = ::whole_from(extent, item), whole_to = ::whole_to(extent, item);
-            const int step = h.items.step, behind = item.first_tile + item.tiles * step;
+            const int step = step_of(h.items, item), behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;
             MaskColumns mask(b.all, sh, group * 64, 0);
             const Exponents exponents(b.all.scale, b.all.softcap, b.all.inverse_softcap);

@@ -88,7 +88,7 @@ struct Consumer {
             begin_item(*this, s);
             const Extent extent = extent_of(h.items, sh.items[round % 2]);
             const int whole_from = ::whole_from(extent, item), whole_to = ::whole_to(extent, item);
-            const int step = h.items.step, behind = item.first_tile + item.tiles * step;
+            const int step = step_of(h.items, item), behind = item.first_tile + item.tiles * step;
             int i = item.first_tile;
             zero(dk), zero(dv);
             MaskColumns mask(b.all, sh, 0, group * NT);

@@ -158,14 +158,14 @@ __device__ inline void find_key_tiles(const BackwardParams& b) {
         if (is_in_order) {
             const OwnRows<BLOCK_N, true> own(b, 0, at);
             const Sequence& of = own.sequence;
-            const int lag = of.lag(p), n = of.number + 1, nth = own.first / BLOCK_N;
-            const Taken taken(b, of_keys, n, b.key_step > 0 ? nth + 1 : (of.keys + BLOCK_N - 1) / BLOCK_N - nth);
+            const int lag = of.lag(p), n = of.number + 1, nth = own.first / BLOCK_N, step = of.queries < b.long_queries ? b.key_step : -b.key_step;
+            const Taken taken(b, of_keys, n, step > 0 ? nth + 1 : (of.keys + BLOCK_N - 1) / BLOCK_N - nth);
             is_none = at >= taken.end;
             if (is_first && own.rows > 0) {
                 KeyTile& tile = to[taken.at];
                 tile.number = of.number, tile.tile = nth, tile.first_query = of.q0, tile.first_key = of.k0;
                 tile.of = {of.queries, of.keys, p.lo_shift - lag, p.hi_shift - lag};
-                tile.query_tile = first_tile(n, BLOCK_M), tile.sums_tile = first_tile(n, 16), tile.is_in_order = 1;
+                tile.query_tile = first_tile(n, BLOCK_M), tile.sums_tile = first_tile(n, 16), tile.is_in_order = 1, tile.step = step;
             }
         }
         if (is_first && is_none) {

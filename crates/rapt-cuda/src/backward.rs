@@ -55,8 +55,8 @@ pub(crate) struct BackwardParams {
     key_units: i32,
     key_set: i32,
     key_step: i32,
+    long_queries: i32,
     again: i32,
-    padding: i32,
 }
 
 /// Rows of a tile of queries of backward_hopper.cu and backward_hopper_wide.cu, of the former's heads of up to 64 columns, and of those beyond whose dq it
@@ -75,6 +75,8 @@ const ZERO_WORDS: usize = 128 * 128 / 4;
 const KEY_TILE_BYTES: usize = 48;
 /// What heads that are taken together may have in all of q, d_o and sums of dq, so that these stay in L2 between items: a third of an H100's.
 const TOGETHER_BYTES: usize = 16 << 20;
+/// From how many queries on items whose queries are bound from one side are taken long ones first (docs/lab/cuda.md).
+const LONG_QUERIES: usize = 8192;
 
 /// What backward_hopper.cu takes, byte for byte `BackwardHopperParams` of kernels/backward/hopper_load.cuh.
 #[repr(C, align(64))]
@@ -105,18 +107,19 @@ pub(crate) struct HopperItems {
     kv_len: i32,
     lo_shift: i32,
     hi_shift: i32,
-    /// Of how many sequences tiles are taken together: read by the pass over rows, as `key_set`.
+    /// Of how many sequences tiles are taken together, and from how many queries on a sequence's own `step` is the other one: read by the pass over
+    /// rows, as `key_set` and `long_queries`.
     sequences: i32,
-    padding: i32,
+    long_queries: i32,
 }
 
 impl HopperItems {
     /// The order of keys follows from one head alone, as dq is summed in it; how many heads are taken together changes no bit.
     ///
     /// Where positions bound the queries of a key from above or below, items are taken short ones first: of two that follow one another each begins with
-    /// queries that the other does not see, and neither waits. Where a head is few long items (groups), long ones first: they would be the last to
-    /// end. Where every query sees every key, items of a head follow one another a tile apart, whichever is first.
-    /// Heads taken together make these distances: too few, and blocks wait for one another; too many, and L2 does not hold what they share
+    /// queries that the other does not see, and neither waits. Where items are long, or a head is few of them (groups), long ones first: they would be
+    /// the last to end, while other blocks have nothing left. Where every query sees every key, items of a head follow one another a tile apart, whichever
+    /// is first. Heads taken together make these distances: too few, and blocks wait for one another; too many, and L2 does not hold what they share
     /// (docs/lab/cuda.md).
     pub(crate) fn new(spec: &BackwardSpec, keys: usize, blocks: usize) -> Self {
         let forward = spec.forward();
@@ -130,16 +133,25 @@ impl HopperItems {
         // At most: sums of narrow heads have fewer columns.
         let row_bytes = 2 * (forward.head_dim() + forward.head_dim_v()) + 4 * forward.head_dim().next_multiple_of(64);
         let rows = forward.varlen.as_deref().map_or(q_len, |of| q_len / of.sequences().max(1));
-        let in_l2 = TOGETHER_BYTES / group.saturating_mul(rows).saturating_mul(row_bytes).max(1);
+        let in_l2 = |times: usize| times * TOGETHER_BYTES / group.saturating_mul(rows).saturating_mul(row_bytes).max(1);
         // A quarter of the blocks: four of a head at a time.
         let quarter = blocks.div_ceil(4);
         let (lo_shift, hi_shift) = range.shifts();
         let sees_all_later = forward.causal.is_none() && forward.window.right.is_none();
+        // Bound from both sides all items are as long.
+        let is_one_sided = sees_all_later || forward.window.left.is_none();
+        let short_first = if sees_all_later { -1 } else { 1 };
         let (step, heads) = match (range.is_unbounded(), group > 1) {
-            (true, _) => (-1, in_l2.clamp(4.min(quarter), quarter)),
-            (false, true) => (if sees_all_later { 1 } else { -1 }, quarter),
-            (false, false) => (if sees_all_later { -1 } else { 1 }, in_l2.min(matrices / 16)),
+            (true, _) => (-1, in_l2(2).clamp(8.min(quarter), quarter)),
+            (false, true) => (-short_first, quarter),
+            (false, false) if is_one_sided && rows >= LONG_QUERIES => {
+                (-short_first, in_l2(8).clamp(4.min(quarter), quarter))
+            }
+            (false, false) => (short_first, in_l2(1).min(matrices / 16)),
         };
+        // A sequence's order is that of a call of its own.
+        let is_by_length = forward.varlen.is_some() && is_one_sided && !range.is_unbounded() && group == 1;
+        let (step, long_queries) = if is_by_length { (short_first, int(LONG_QUERIES)) } else { (step, i32::MAX) };
         // So many heads, and of sequences, if that is fewer, several of these.
         let matrices = forward.batch().saturating_mul(heads_of_one);
         let heads_together = heads.clamp(1, matrices.max(1));
@@ -156,7 +168,7 @@ impl HopperItems {
             lo_shift: shift(lo_shift),
             hi_shift: shift(hi_shift),
             sequences: int(sequences),
-            padding: 0,
+            long_queries,
         }
     }
 
@@ -326,8 +338,8 @@ impl BackwardParams {
             key_units: 0,
             key_set: 1,
             key_step: 1,
+            long_queries: i32::MAX,
             again: 0,
-            padding: 0,
         }
     }
 
@@ -343,7 +355,8 @@ impl BackwardParams {
 
     /// These parameters of items in the order of `items`.
     pub(crate) fn with_items(self, items: &HopperItems) -> Self {
-        BackwardParams { key_set: items.sequences, key_step: items.step, ..self }
+        let HopperItems { sequences, step, long_queries, .. } = *items;
+        BackwardParams { key_set: sequences, key_step: step, long_queries, ..self }
     }
 
     /// These parameters with a workspace at `workspace` in which heads are noted.

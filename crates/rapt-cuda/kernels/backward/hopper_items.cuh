@@ -2,7 +2,8 @@
 //
 //   item     BLOCK_N keys of a key head, and the tiles of BLOCK_M queries that see them. Taken from one count in device memory: a tile of keys
 //            of each of `heads` heads, then the next tile of each, and when these heads are done the next ones.
-//   step     1: last keys first, and queries from the first on;  -1: first keys first, and queries from the last back
+//   step     1: last keys first, and queries from the first on;  -1: first keys first, and queries from the last back. Of sequences of `long_queries` and
+//            more the other one: step_of
 //   turns    dq of a tile of queries, a half of its columns or of its 128 queries: how many items have added to it, of those whose keys it sees, in
 //            that order of keys
 //
@@ -20,7 +21,7 @@ struct Items {
     int count, key_tiles, heads, step;
     int matrices, kv_heads;  // of all batch entries, and of one
     Extent all;
-    int sequences, padding;  // tiles of how many sequences are taken together: backward_rows.cu is told by BackwardParams
+    int sequences, long_queries;  // tiles of how many sequences are taken together: backward_rows.cu is told both by BackwardParams
 };
 
 // Which tile of queries is taken first, and how many there are: none where nobody sees the keys.
@@ -29,7 +30,7 @@ struct Item {
 #if VARLEN
     int number, first_query, first_key;
     Extent of;
-    int query_tile, sums_tile;
+    int query_tile, sums_tile, step;
 #endif
     __device__ int first() const { return tile * BN; }
 };
@@ -55,8 +56,8 @@ __device__ inline Item item_of(const Items& of, int number, const void* key_tile
 #if VARLEN
     const KeyTile& found = ((const KeyTile*)key_tiles)[nth];
     item.tile = found.tile, item.number = found.number, item.first_query = found.first_query, item.first_key = found.first_key;
-    item.of = found.of, item.query_tile = found.query_tile, item.sums_tile = found.sums_tile;
-    find_queries(item, item.of, of.step);
+    item.of = found.of, item.query_tile = found.query_tile, item.sums_tile = found.sums_tile, item.step = found.step;
+    find_queries(item, item.of, item.step);
 #else
     find_queries(item, of.all, of.step);
 #endif

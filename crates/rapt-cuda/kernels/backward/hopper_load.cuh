@@ -55,6 +55,7 @@ __device__ inline Item as_uniform(const volatile Item& of) {
     item.tile = uniform(of.tile), item.first_tile = uniform(of.first_tile), item.tiles = uniform(of.tiles);
 #if VARLEN
     item.number = uniform(of.number), item.first_key = uniform(of.first_key), item.of.kv_len = uniform(of.of.kv_len);
+    item.step = uniform(of.step);
 #endif
     return item;
 }
@@ -73,17 +74,19 @@ __device__ inline int kv_len_of(const Items& items, const Item& item) {
     return items.all.kv_len;
 #endif
 }
-// Where its queries and keys begin in their tensors, and its tiles of queries among those of all.
+// Where its queries and keys begin in their tensors, its tiles of queries among those of all, and in which order they are taken.
 #if VARLEN
 __device__ inline int first_query_of(const volatile Item& item) { return item.first_query; }
 __device__ inline int first_key_of(const volatile Item& item) { return item.first_key; }
 __device__ inline int query_tile_of(const volatile Item& item) { return item.query_tile; }
 __device__ inline int sums_tile_of(const volatile Item& item) { return item.sums_tile; }
+__device__ inline int step_of(const Items&, const volatile Item& item) { return item.step; }
 #else
 __device__ inline int first_query_of(const volatile Item&) { return 0; }
 __device__ inline int first_key_of(const volatile Item&) { return 0; }
 __device__ inline int query_tile_of(const volatile Item&) { return 0; }
 __device__ inline int sums_tile_of(const volatile Item&) { return 0; }
+__device__ inline int step_of(const Items& items, const volatile Item&) { return items.step; }
 #endif
 __device__ inline int entry_of(const Item& item) {
 #if VARLEN
@@ -149,7 +152,7 @@ __device__ inline void find_item(const BackwardHopperParams& h, u32 number, vola
 #if VARLEN
     to.number = item.number, to.first_query = item.first_query, to.first_key = item.first_key;
     to.of.q_len = item.of.q_len, to.of.kv_len = item.of.kv_len, to.of.lo_shift = item.of.lo_shift, to.of.hi_shift = item.of.hi_shift;
-    to.query_tile = item.query_tile, to.sums_tile = item.sums_tile;
+    to.query_tile = item.query_tile, to.sums_tile = item.sums_tile, to.step = item.step;
 #endif
 }
 
@@ -269,7 +272,7 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
         for (int head = 0; head < p.group; head++) {
 #pragma unroll 1
             for (int n = 0; n < item.tiles; n++) {
-                const int i = item.first_tile + n * h.items.step, of = item.kv_head * p.group + opaque(head);
+                const int i = item.first_tile + n * step_of(h.items, item), of = item.kv_head * p.group + opaque(head);
                 const int batch = item.batch, row = first_query_of(item) + i * BM, end = first_query_of(item) + extent_of(h.items, item).q_len;
                 u64& full = sh.q_full[q.stage];
                 mbarrier_wait(sh.q_empty[q.stage], q.phase ^ 1);
@@ -358,8 +361,8 @@ __device__ inline void add_in_turn(const BackwardHopperParams& h, Shared& sh, in
         for (int head = 0; head < p.group; head++) {
 #pragma unroll 1
             for (int n = 0; n < item.tiles; n++) {
-                const int i = item.first_tile + n * h.items.step, matrix = item.batch * p.heads + item.kv_head * p.group + opaque(head);
-                const u32 turn = turn_of(extent_of(h.items, item), h.items.step, item.tile, i);
+                const int i = item.first_tile + n * step_of(h.items, item), matrix = item.batch * p.heads + item.kv_head * p.group + opaque(head);
+                const u32 turn = turn_of(extent_of(h.items, item), step_of(h.items, item), item.tile, i);
                 u32* turns = turns_of(h.b) + (matrix * (h.b.padded_rows / BM) + query_tile_of(item) + i) * 2 + group;
                 const PartOfDq part(h, item, matrix, i, group);
 #pragma unroll 1

@@ -16,5 +16,5 @@ struct Extent {
 struct KeyTile {
     int number, tile, first_query, first_key;
     Extent of;
-    int query_tile, sums_tile, is_in_order, padding;
+    int query_tile, sums_tile, is_in_order, step;  // step: as of Items, of the sequence
 };

@@ -41,8 +41,8 @@ struct BackwardParams {
     int rows_wide;                      // whether rows of d_o and out can be read 16 bytes at a time, in the storage dtype
     int padded_rows, sum_rows, zeroed_words;  // rows of a head in log2_lse, and in dq_sums
     int key_units, key_set, key_step;   // how many tiles of keys there may be, of how many sequences at a time, and which is first (hopper_items.cuh)
+    int long_queries;                   // and of sequences of how many queries on the other one is first
     int again;                          // blocks of a launch of all, of one that computes odd heads again
-    int padding;
 };
 static_assert(sizeof(BackwardParams) == BACKWARD_BYTES, "backward.rs and backward/request.cuh disagree on BackwardParams");
 

@@ -18,16 +18,16 @@ int main() {
             const Item item = item_of(of, number, key_tiles.data());
 #if VARLEN
             const Extent extent = item.of;
-            const int entry = item.number;
+            const int entry = item.number, step = item.step;
             if (extent.kv_len == 0) continue;
 #else
             const Extent extent = of.all;
-            const int entry = item.batch;
+            const int entry = item.batch, step = of.step;
 #endif
             std::printf("%d %d %d %d %d", entry, item.kv_head, item.tile, whole_from(extent, item), whole_to(extent, item));
             for (int n = 0; n < item.tiles; n++) {
-                const int i = item.first_tile + n * of.step;
-                std::printf(" %d %u %u", i, turn_of(extent, of.step, item.tile, i), turns_in_all(extent, i));
+                const int i = item.first_tile + n * step;
+                std::printf(" %d %u %u", i, turn_of(extent, step, item.tile, i), turns_in_all(extent, i));
             }
             std::putchar('\n');
         }

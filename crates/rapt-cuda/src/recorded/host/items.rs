@@ -48,7 +48,7 @@ pub(super) fn printed(bytes: Vec<u8>, tiles: [usize; 2], is_varlen: bool) -> Vec
 
 fn random_spec(rng: &mut Rng) -> BackwardSpec {
     let [batch, kv_heads, group] = [1 + rng.below(3), 1 + rng.below(6), rng.pick(&[1, 1, 3])];
-    let lengths = [1, 63, 64, 65, 80, 81, 127, 128, 129, 300, 513, 1000 + rng.below(500)];
+    let lengths = [1, 63, 64, 65, 80, 81, 127, 128, 129, 300, 513, 1000 + rng.below(500), 8191, 8192 + rng.below(500)];
     let [q_len, kv_len] = [rng.pick(&lengths), rng.pick(&lengths)];
     let width = |rng: &mut Rng| rng.pick(&[None, None, Some(0), Some(1), Some(63), Some(127), Some(128), Some(1000)]);
     let options = Options {

@@ -100,7 +100,7 @@ fn check_rows(of: &Packed, log2_lse: &[f32], padded: usize, tile_rows: usize) {
     }
 }
 
-/// Items of each sequence are those of a call alone, in an order in which each waits for items taken before; the items.
+/// Items of each sequence are those of a call alone, each head's in the same order, in which each waits for items taken before; the items.
 fn check_items(of: &Packed, items: HopperItems, tiles: [usize; 2], key_tiles: &[u8]) -> Vec<Vec<i64>> {
     let lines = printed([items.as_bytes(), key_tiles].concat(), tiles, true);
     let mut seen = 0;
@@ -118,8 +118,15 @@ fn check_items(of: &Packed, items: HopperItems, tiles: [usize; 2], key_tiles: &[
         let k = View::contiguous("k", &of_k, k.into()).unwrap();
         let options = Options { layout: Default::default(), ..of.options };
         let forward = Spec::builder(&q, &k, &k, &options).return_lse(true).build().unwrap();
+        let alone = BackwardSpec::new(forward, &GradientForms::new(&q)).unwrap();
+        let of_alone = HopperItems::new(&alone, tiles[1], CAPS.multiprocessors as usize);
+        let of_alone = printed(of_alone.as_bytes().to_vec(), tiles, false);
+        for head in 0..of.heads[1] as i64 {
+            let [own, alone] = [&own, &of_alone].map(|all| all.iter().filter(|line| line[1] == head));
+            assert!(own.eq(alone), "head {head} of sequence {n}");
+        }
         let mut own = own.into_iter();
-        judge(&BackwardSpec::new(forward, &GradientForms::new(&q)).unwrap(), tiles, &mut own);
+        judge(&alone, tiles, &mut own);
         assert_eq!(own.next(), None);
     }
     // Keys before the first sequence and behind the last, a tile of each, have zeros, of no query.
@@ -278,6 +285,13 @@ fn tiles_of_sequences_are_those_of_calls_alone() {
     for sequences in [1, 2, 3, 40] {
         let of = Planned::new([2, 2], 128, long, causal, heap);
         Planned { sequences: Some(sequences), ..of }.check();
+    }
+    // Long sequences have the other order of keys, beside short ones.
+    let long: [&[usize]; 2] = [&[300, 8192, 8191], &[8300, 8192, 8191]];
+    let before_or_at = Options { window: Window { left: Some(0), right: None }, ..plain };
+    for options in [causal, before_or_at] {
+        Planned::new([1, 1], 16, long, options, heap).check();
+        Planned::new([2, 1], 16, long, options, heap).check();
     }
     let many: Vec<usize> = (0..75).map(|n| n * 37 % 200).collect();
     for sequences in [7, 40, 100] {
