@@ -2,8 +2,8 @@
 //
 //   item     BLOCK_N keys of a key head, and the tiles of BLOCK_M queries that see them. Taken from one count in device memory: a tile of keys
 //            of each of `heads` heads, then the next tile of each, and when these heads are done the next ones.
-//   step     1: last keys first, and queries from the first on;  -1: first keys first, and queries from the last back. Of sequences of `long_queries` and
-//            more the other one: step_of
+//   step     1: last keys first, and queries from the first on;  -1: first keys first, and queries from the last back. A sequence has its own
+//            (KeyTile), which is the other one from `long_queries` on
 //   turns    dq of a tile of queries, a half of its columns or of its 128 queries: how many items have added to it, of those whose keys it sees, in
 //            that order of keys
 //

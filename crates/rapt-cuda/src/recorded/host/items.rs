@@ -1,10 +1,10 @@
 //! The items of backward_hopper.cu and backward_hopper_wide.cu, by the kernels' own source on this machine's processor: each tile of keys once, each tile of
 //! queries that sees it, and turns that only wait for items taken before.
 
-use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
 use std::process::Stdio;
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 use rapt_core::{BackwardSpec, Causal, GradientForms, Options, Tile};
 use rapt_testkit::Rng;
@@ -12,15 +12,14 @@ use rapt_testkit::Rng;
 use super::*;
 use crate::backward::{HOPPER_KEYS, HOPPER_ROWS, HOPPER_TALL_ROWS, HOPPER_TURNED_ROWS, HOPPER_WIDE_KEYS, HopperItems};
 
-thread_local! {
-    /// The programs that a test has compiled.
-    static COMPILED: RefCell<HashSet<PathBuf>> = RefCell::default();
-}
+/// The programs that are compiled: for all tests, as none can be written while another test runs it.
+static COMPILED: LazyLock<Mutex<HashSet<PathBuf>>> = LazyLock::new(Mutex::default);
 
 /// The program that prints items of so many queries a tile and keys.
 fn program([rows, keys]: [usize; 2], is_varlen: bool) -> PathBuf {
     let program = folder().join(format!("items-{rows}-{keys}-{is_varlen}"));
-    if COMPILED.with_borrow_mut(|compiled| compiled.insert(program.clone())) {
+    let mut compiled = COMPILED.lock().unwrap_or_else(PoisonError::into_inner);
+    if !compiled.contains(&program) {
         std::fs::create_dir_all(folder()).unwrap();
         let own = Path::new(env!("CARGO_MANIFEST_DIR"));
         let mut command = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()));
@@ -29,6 +28,7 @@ fn program([rows, keys]: [usize; 2], is_varlen: bool) -> PathBuf {
         command.arg("-I").arg(own.join("tests/host")).arg("-I").arg(own.join("kernels"));
         let output = command.arg(own.join("tests/host/items.cpp")).arg("-o").arg(&program).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        compiled.insert(program.clone());
     }
     program
 }
@@ -56,12 +56,23 @@ fn random_spec(rng: &mut Rng) -> BackwardSpec {
         window: Window { left: width(rng), right: width(rng) },
         ..Options::default()
     };
-    let [q, k] = [[batch, kv_heads * group, q_len, 1], [batch, kv_heads, kv_len, 1]];
+    spec_of([batch, kv_heads * group, q_len, 1], [batch, kv_heads, kv_len, 1], &options)
+}
+
+fn spec_of(q: [usize; 4], k: [usize; 4], options: &Options) -> BackwardSpec {
     let [of_q, of_k] = [q, k].map(|shape| vec![0f32; shape.iter().product()]);
     let q = View::contiguous("q", &of_q, q.into()).unwrap();
     let k = View::contiguous("k", &of_k, k.into()).unwrap();
-    let forward = Spec::builder(&q, &k, &k, &options).return_lse(true).build().unwrap();
+    let forward = Spec::builder(&q, &k, &k, options).return_lse(true).build().unwrap();
     BackwardSpec::new(forward, &GradientForms::new(&q)).unwrap()
+}
+
+/// The gradients of one key head of `spec`, with its query heads, alone.
+fn one_head_of(spec: &BackwardSpec) -> BackwardSpec {
+    let forward = spec.forward();
+    let options = Options { causal: forward.causal, window: forward.window, ..Options::default() };
+    let [q, k] = [[1, forward.group_size(), forward.q_len(), 1], [1, 1, forward.kv_len(), 1]];
+    spec_of(q, k, &options)
 }
 
 /// Takes the items of one request from `lines`, and holds them to what its positions say.
@@ -118,5 +129,23 @@ fn items_wait_only_for_items_taken_before() {
             judge(spec, tiles, &mut lines);
         }
         assert_eq!(lines.next(), None);
+    }
+}
+
+/// dq is summed in that order: its bits are those of the head alone.
+#[test]
+fn the_order_of_a_head_does_not_depend_on_what_is_beside_it() {
+    let mut rng = Rng::new(2);
+    for [rows, keys] in
+        [[HOPPER_TALL_ROWS, HOPPER_KEYS], [HOPPER_TURNED_ROWS, HOPPER_KEYS], [HOPPER_ROWS, HOPPER_WIDE_KEYS]]
+    {
+        let specs: Vec<BackwardSpec> = (0..100).map(|_| random_spec(&mut rng)).collect();
+        for spec in &specs {
+            let [all, alone] = [(spec, 132), (&one_head_of(spec), 78)].map(|(spec, blocks)| {
+                let lines = printed(HopperItems::new(spec, keys, blocks).as_bytes().to_vec(), [rows, keys], false);
+                lines.into_iter().filter(|line| line[..2] == [0, 0]).collect::<Vec<_>>()
+            });
+            assert_eq!(all, alone, "{:?}", spec.forward());
+        }
     }
 }
