@@ -307,6 +307,42 @@ def test_bits_of_long_sequences_are_those_of_each_head_alone(dim, window):
         assert all(torch.equal(a, b[batch : batch + 1, head : head + 1]) for a, b in zip(alone[:3], first))
 
 
+@pytest.mark.parametrize("kind", [torch.bool, BF16, torch.float16, torch.float32], ids=name_of)
+@pytest.mark.parametrize("dim", [40, 128, 200])
+def test_bits_do_not_depend_on_how_a_mask_lies(dim, kind):
+    # Rows of 16 bytes, of 8, of 4, and key by key, in memory that is NaN or True beside them.
+    storage = kind if kind == torch.float16 else BF16
+    for q_len, kv_len in ((150, 196), (131, 190), (300, 189), (49, 49), (70, 1)):
+        q, k, v, d_o = (new(2, 4, n, dim, dtype=storage, seed=n + dim) for n in (q_len, kv_len, kv_len, q_len))
+        mask = new(2, 4, q_len, kv_len) > -1.5 if kind == torch.bool else new(2, 4, q_len, kv_len, dtype=kind)
+        beside = True if kind == torch.bool else math.nan
+
+        def inside(shape, at, permutation=(0, 1, 2, 3)):
+            memory = torch.full(shape, beside, dtype=kind, device="cuda").permute(permutation)
+            return memory[at].copy_(mask)
+
+        one = (slice(None),) * 2
+        wide = -(-kv_len // 16) * 16 + 16
+        lies = {
+            "rows of 16 bytes": inside((2, 4, q_len, wide), (*one, slice(None), slice(0, kv_len))),
+            "contiguous": mask.clone(),
+            "from the second element on": inside((2, 4, q_len, wide), (*one, slice(None), slice(1, kv_len + 1))),
+            "rows of odd lengths": inside((2, 4, q_len, kv_len + 1 + kv_len % 2), (*one, slice(None), slice(0, kv_len))),
+            "every other element": inside((2, 4, q_len, 2 * kv_len), (*one, slice(None), slice(0, None, 2))),
+            "transposed": inside((2, 4, kv_len, q_len), (*one, slice(None), slice(None)), (0, 1, 3, 2)),
+        }
+        out, lse = rapt.attention(q, k, v, mask=mask, return_lse=True)
+        first = None
+        for name, given in lies.items():
+            made = backward(d_o, q, k, v, out, lse, None, {"mask": given})
+            first = first or made
+            assert all(a is b is None or torch.equal(a, b) for a, b in zip(made, first)), (name, q_len, kv_len)
+        # One row for all queries, and one mask for all heads.
+        for shared in (mask[:, :, :1], mask[:, :1]):
+            got = [backward(d_o, q, k, v, out, lse, None, {"mask": given.expand_as(mask)}) for given in (shared.clone(), inside((2, 4, q_len, wide), (*one, slice(None), slice(0, kv_len)))[:, : shared.shape[1], : shared.shape[2]])]
+            assert all(a is b is None or torch.equal(a, b) for a, b in zip(got[0][:3], got[1])), (shared.shape, q_len, kv_len)
+
+
 def rounded_alike(a, b):
     return (a.double() - b.double()).norm() <= (2**-20 if a.dtype == torch.float32 else 2**-10) * b.double().norm()
 

@@ -14,12 +14,12 @@
 // end, what nobody attends may have been NaN, and the block runs once more with masked products left out. Rows that attend nothing are zeros.
 // Deliberately absent: tensor cores (backward_mma.cu), and speed beyond tiling.
 
+#include "backward/mask_tile.cuh"
 #include "backward/sequences.cuh"
 #include "common/softmax.cuh"
 
 #define KEYS 1
 #define QUERIES 2
-#define OF_MASK 3
 constexpr int TILE = 64, THREADS = 256, BK = STORAGE == F64 ? 16 : 32;
 constexpr int CHUNK = DV_COLUMNS, COLS = CHUNK / 16, PAD = TILE + 4;
 
@@ -308,25 +308,18 @@ __device__ inline void run(const BackwardParams& b, Shared& sh) {
     sums.store(b.dq, b.dq_stride, row_offset(b.dq_stride, batch, head, at.of.first_query() + at.i0), own.rows, column0, p.head_dim, (Acc)p.scale);
 }
 #else
-// A tile of the gradient of a mask, summed over what the mask is broadcast to: batch entries, heads, tiles of queries, tiles of keys.
 __device__ inline void run(const BackwardParams& b, Shared& sh) {
     const Params& p = b.all;
-    const int* size = b.d_mask_size;
-    const int query_tiles = (p.q_len + TILE - 1) / TILE, key_tiles = (p.kv_len + TILE - 1) / TILE;
-    const int tiles[2] = {size[2] == 1 ? 1 : query_tiles, size[3] == 1 ? 1 : key_tiles};
-    const int key_tile = blockIdx.x % tiles[1], query_tile = blockIdx.x / tiles[1] % tiles[0];
-    const int head = blockIdx.x / tiles[1] / tiles[0] % size[1], batch = blockIdx.x / tiles[1] / tiles[0] / size[1];
-    const int heads = size[1] == 1 ? p.heads : head + 1, entries = size[0] == 1 ? b.batch : batch + 1;
-    const int query_end = size[2] == 1 ? query_tiles : query_tile + 1, key_end = size[3] == 1 ? key_tiles : key_tile + 1;
+    const SummedTile<TILE, TILE> tile(b, blockIdx.x);
     Acc sums[4][4] = {};
     Place at = {0, 0, 0, Sequence(p, 0), 0, 0};
-    for (at.batch = batch; at.batch < entries; at.batch++)
-        for (at.head = head; at.head < heads; at.head++)
-            for (int query = query_tile; query < query_end; query++) {
+    for (at.batch = tile.batch; at.batch < tile.entries; at.batch++)
+        for (at.head = tile.head; at.head < tile.heads; at.head++)
+            for (int query = tile.query; query < tile.query_end; query++) {
                 at.kv_head = divide(at.head, p.by_group), at.i0 = query * TILE;
                 const Seen seen(p, Task(at.batch, at.head, Sequence(p, at.batch)), at.i0, min(at.i0 + TILE, p.q_len));
                 load_queries(b, sh, at);
-                for (int key = key_tile; key < key_end; key++) {
+                for (int key = tile.key; key < tile.key_end; key++) {
                     at.j0 = key * TILE;
                     if (at.j0 + TILE <= seen.lo || at.j0 >= seen.hi) continue;
                     Acc ds[4][4];
@@ -343,15 +336,7 @@ __device__ inline void run(const BackwardParams& b, Shared& sh) {
 #pragma unroll
         for (int c = 0; c < 4; c++) sh.w[thread_streamed() + c][thread_own() + r] = sums[r][c];
     __syncthreads();
-    const int rows = size[2] == 1 ? 1 : min(TILE, size[2] - query_tile * TILE), keys = size[3] == 1 ? 1 : min(TILE, size[3] - key_tile * TILE);
-    for (int n = threadIdx.x; n < rows * keys; n += THREADS) {
-        const int r = n / keys, c = n % keys;
-        Acc sum = 0;
-        for (int row = r; row < (size[2] == 1 ? TILE : r + 1); row++)
-            for (int key = c; key < (size[3] == 1 ? TILE : c + 1); key++) sum += sh.w[key][row];
-        const i64 to = row_offset(b.d_mask_stride, batch, head, query_tile * TILE + r) + (key_tile * TILE + c) * b.d_mask_stride[3];
-        store_as(b.d_mask, MASK_DTYPE, to, sum);
-    }
+    tile.store<THREADS>(b, [&](int row, int key) { return sh.w[key][row]; });
 }
 #endif
 

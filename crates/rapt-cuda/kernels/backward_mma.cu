@@ -1,7 +1,8 @@
-// Gradients of float16, bfloat16 and float32 on the tensor cores by mma.sync: two passes of one scheme, whose own rows stay and others stream by.
+// Gradients of float16, bfloat16 and float32 on the tensor cores by mma.sync: passes of one scheme, whose own rows stay and others stream by.
 //
 //   PASS KEYS      own: keys, streamed: queries that see them, of all heads of the group      dv += P^T.d_o, dk += dS^T.q
 //   PASS QUERIES   own: queries, streamed: keys that they see                                 dq += dS.k
+//   PASS OF_MASK   own: queries, streamed: keys, one tile of each for all that a mask is broadcast to      d_mask += dS
 //
 //   4 warps, each 16*FRAGMENTS own rows; tiles of BLOCK_N streamed rows from row 0, in STAGES buffers that cp.async fills:
 //     s = own @ streamed.T                 of q and k, float32
@@ -15,7 +16,9 @@
 // A block whose sums are not finite runs again as CAREFUL: weights of pairs that are not attended are MASKED there, and what is not finite in
 // streamed rows reaches only the rows that attend it. Finite sums have the same bits both ways.
 // AGAIN: behind backward_hopper.cu few blocks compute the heads again that it has noted, of all blocks of a launch of its own.
-// Deliberately absent: gradients of masks and sinks (backward.cu, backward_rows.cu).
+// Of a mask, dS is not rounded, and no product has its pairs: none is computed again. Where a tile of a mask is one of a head, both of its operands
+// are read for two products: blocks that share a multiprocessor load while others multiply, and STAGES is 1.
+// Deliberately absent: gradients of sinks (backward_rows.cu).
 
 #include "backward/pairs.cuh"
 #include "backward/products.cuh"
@@ -38,12 +41,23 @@ struct Stage {
 struct Shared {
     Pair<BM> own;
     Stage stages[STAGES];
-    RowState states[PASS == QUERIES ? BM : 1];
+    RowState states[PASS == KEYS ? 1 : BM];
+#if PASS == OF_MASK
+    BiasTile<BM, BN> biases;
+#endif
 #if AGAIN
     u32 at;  // which block of a launch of all this is
 #endif
 };
+#if PASS == OF_MASK
+// Sums of a tile as they are written.
+struct MaskSums {
+    float of[BM][BN + 1];
+};
+static_assert((sizeof(Shared) > sizeof(MaskSums) ? sizeof(Shared) : sizeof(MaskSums)) == SHARED_BYTES, "the host and backward_mma.cu disagree on shared memory");
+#else
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward_mma.cu disagree on shared memory");
+#endif
 
 __device__ inline u32 block_at(const Shared& sh) {
 #if AGAIN
@@ -181,6 +195,90 @@ __device__ inline bool next_again(const BackwardParams& b, Shared& sh, u32 at) {
 }
 #endif
 
+#if PASS == OF_MASK
+#if STORAGE == F32
+// Products that are not finite, once more without parts: of an infinity TF32 leaves NaN.
+template <int WIDTH>
+__device__ inline void again_if_not_finite(Accumulator<NT> (&s)[FRAGMENTS], u16* own, u16* streamed) {
+    const int row = first_own_row() + lane_row((int)threadIdx.x), column = lane_column((int)threadIdx.x);
+#pragma unroll
+    for (int mt = 0; mt < FRAGMENTS; mt++)
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                if (is_finite(s[mt][nt][e])) continue;
+                float sum = 0;
+#pragma unroll 1
+                for (int c = 0; c < WIDTH / WORDS; c++) {
+                    const float x = *element<WIDTH>(own, row + mt * 16 + e / 2 * 8, c), y = *element<WIDTH>(streamed, column + nt * 8 + e % 2, c);
+                    sum = __fmaf_rn(x, y, sum);
+                }
+                s[mt][nt][e] = sum;
+            }
+}
+#endif
+
+// A tile of the gradient of a mask.
+__device__ inline void run_mask(const BackwardParams& b, Shared& sh) {
+    const SummedTile<BM, BN> tile(b, blockIdx.x);
+    Stage& streamed = sh.stages[0];
+    Accumulator<NT> sums[FRAGMENTS];
+#pragma unroll
+    for (int mt = 0; mt < FRAGMENTS; mt++) zero(sums[mt]);
+    tile.load<THREADS>(b.all, sh.biases);
+    const int warp_row = first_own_row();
+#pragma unroll 1
+    for (int batch = tile.batch; batch < tile.entries; batch++)
+#pragma unroll 1
+        for (int head = tile.head; head < tile.heads; head++)
+#pragma unroll 1
+            for (int query = tile.query; query < tile.query_end; query++) {
+                const Block block(b, batch, head, query);
+                Tiles tiles(b, block);
+                bool has_queries = false;
+#pragma unroll 1
+                for (int key = tile.key; key < tile.key_end; key++) {
+                    if (!tiles.seek(key)) continue;
+                    if (!has_queries) {
+                        load_queries<BM>(b, sh.own, block, head, block.own.first);
+                        load_states<BM>(b, sh.states, block, head, block.own.first);
+                    }
+                    has_queries = true;
+                    load_keys<BN>(b, streamed.rows, block, tiles.n0);
+                    cp_async_commit();
+                    cp_async_wait<0>();
+                    __syncthreads();
+                    Accumulator<NT> s[FRAGMENTS], dp[FRAGMENTS];
+                    multiply_rows<D_WORDS, FRAGMENTS, NT>(s, sh.own.a + warp_row * A_ROW, streamed.rows.a);
+                    multiply_rows<DV_WORDS, FRAGMENTS, NT>(dp, sh.own.b + warp_row * B_ROW, streamed.rows.b);
+#if STORAGE == F32
+                    again_if_not_finite<D_WORDS>(s, sh.own.a, streamed.rows.a), again_if_not_finite<DV_WORDS>(dp, sh.own.b, streamed.rows.b);
+#endif
+                    weigh_tile<true>(b.all, block, tiles, s, dp, [&](int r) -> const RowState& { return sh.states[r]; }, sh.biases);
+#pragma unroll
+                    for (int mt = 0; mt < FRAGMENTS; mt++)
+#pragma unroll
+                        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                            for (int e = 0; e < 4; e++) sums[mt][nt][e] += dp[mt][nt][e];
+                    __syncthreads();
+                }
+            }
+    // Where nobody attends, biases were written last.
+    __syncthreads();
+    MaskSums& written = (MaskSums&)sh;
+    const int row = warp_row + lane_row((int)threadIdx.x), column = lane_column((int)threadIdx.x);
+#pragma unroll
+    for (int mt = 0; mt < FRAGMENTS; mt++)
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) written.of[row + mt * 16 + e / 2 * 8][column + nt * 8 + e % 2] = sums[mt][nt][e];
+    __syncthreads();
+    tile.store<THREADS>(b, [&](int row, int column) { return written.of[row][column]; });
+}
+#else
 __device__ inline void run_block(const BackwardParams& b, Shared& sh) {
 #if VARLEN
     if (Block(b, block_at(sh)).own.rows <= 0) return;
@@ -197,6 +295,7 @@ __device__ inline void run_block(const BackwardParams& b, Shared& sh) {
     run<Sums<D>, Sums<DV>>(b, sh);
 #endif
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward(const __grid_constant__ BackwardParams b) {
     extern __shared__ __align__(128) u8 memory[];
@@ -208,6 +307,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward(const
     if (!is_any_odd(b)) return;
 #pragma unroll 1
     for (u32 at = blockIdx.x; next_again(b, sh, at); at = sh.at + gridDim.x) run_block(b, sh);
+#elif PASS == OF_MASK
+    run_mask(b, sh);
 #else
     run_block(b, sh);
 #endif

@@ -41,6 +41,16 @@ pub(crate) fn is_wide(mask: &TensorSpec<4>) -> bool {
     step[3] == 1 && step[..3].iter().all(|stride| stride % unit == 0) && mask.alignment.bytes() >= 16
 }
 
+/// Bytes of a mask's row that a thread copies at a time: 8, 4, or 1 where those are of a key.
+pub(crate) fn copied_at_a_time(mask: &TensorSpec<4>) -> usize {
+    let step = strides(mask);
+    let moves = |bytes: usize| {
+        let unit = (bytes / mask.dtype.size_bytes()) as i64;
+        step[3] == 1 && step[..3].iter().all(|stride| stride % unit == 0) && mask.alignment.bytes() >= bytes
+    };
+    [8, 4].into_iter().find(|&bytes| moves(bytes)).unwrap_or(1)
+}
+
 #[cfg(test)]
 mod tests {
     use rapt_core::{Alignment, DType, Device};
@@ -64,6 +74,25 @@ mod tests {
             (DType::F32, [153_600, 0, 516, 1], 64, true),
         ] {
             assert_eq!(is_wide(&mask(dtype, strides, address)), wide, "{dtype} {strides:?} {address}");
+        }
+    }
+
+    #[test]
+    fn a_warp_copies_as_many_bytes_of_a_mask_at_a_time_as_every_row_allows() {
+        for (dtype, strides, address, bytes) in [
+            (DType::BF16, [153_600, 0, 516, 1], 64, 8),
+            (DType::BF16, [153_600, 0, 514, 1], 64, 4),
+            (DType::BF16, [153_600, 0, 516, 1], 68, 4),
+            (DType::F16, [153_600, 0, 513, 1], 64, 1),
+            (DType::F16, [153_600, 0, 516, 2], 64, 1),
+            (DType::F16, [153_600, 0, 516, 1], 66, 1),
+            (DType::Bool, [153_600, 0, 520, 1], 72, 8),
+            (DType::Bool, [153_600, 0, -516, 1], 64, 4),
+            (DType::Bool, [153_601, 0, 512, 1], 64, 1),
+        ] {
+            let alignment = Alignment::of(Device::Cuda(0), address);
+            let mask = TensorSpec { dtype, shape: [2, 1, 300, 512], strides, alignment };
+            assert_eq!(copied_at_a_time(&mask), bytes, "{dtype} {strides:?} {address}");
         }
     }
 }

@@ -85,7 +85,8 @@ pub(crate) struct BackwardHopperParams {
     maps: [TensorMap; 5],
     of: BackwardParams,
     items: HopperItems,
-    padding: [i32; padding(size_of::<BackwardParams>() + size_of::<HopperItems>())],
+    mask_unit: i32,
+    padding: [i32; padding(size_of::<BackwardParams>() + size_of::<HopperItems>() + size_of::<i32>())],
 }
 
 /// Numbers of 32 bits from so many bytes up to the alignment of maps.
@@ -192,9 +193,9 @@ impl HopperItems {
 }
 
 impl BackwardHopperParams {
-    /// `of` has addresses; `maps` are of q, k, v, d_o and the mask as they lie there.
-    pub(crate) fn new(of: BackwardParams, items: HopperItems, maps: [TensorMap; 5]) -> Self {
-        BackwardHopperParams { maps, of, items, padding: Default::default() }
+    /// `of` has addresses; `maps` are of q, k, v, d_o and the mask as they lie there, or of `mask_unit` bytes of a mask's row at a time.
+    pub(crate) fn new(of: BackwardParams, items: HopperItems, mask_unit: usize, maps: [TensorMap; 5]) -> Self {
+        BackwardHopperParams { maps, of, items, mask_unit: int(mask_unit), padding: Default::default() }
     }
 
     /// The bytes that a launch passes.
@@ -409,6 +410,7 @@ const _: () = assert!(
         == 5 * 128
             + size_of::<BackwardParams>()
             + size_of::<HopperItems>()
-            + 4 * padding(size_of::<BackwardParams>() + size_of::<HopperItems>()),
+            + 4
+            + 4 * padding(size_of::<BackwardParams>() + size_of::<HopperItems>() + 4),
     "BackwardHopperParams has padding"
 );

@@ -597,7 +597,7 @@ impl Loads {
     /// In words, for `explain`.
     const fn text(self) -> &'static str {
         match self {
-            Loads::Tma => "K and V by TMA",
+            Loads::Tma | Loads::TmaButMask => "K and V by TMA",
             Loads::By16Bytes => "K and V by loads of 16 bytes",
             Loads::ByElement => "K and V element by element: their strides or alignment allow no more",
         }

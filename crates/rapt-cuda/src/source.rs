@@ -20,6 +20,7 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "backward/hopper_mask.cuh",
     "backward/hopper_weigh.cuh",
     "backward/key_tile.cuh",
+    "backward/mask_tile.cuh",
     "backward/pairs.cuh",
     "backward/products.cuh",
     "backward/request.cuh",

@@ -14,7 +14,8 @@ use common::{
 };
 use rapt_core::{Arch, Causal, Compute, DType, Format, Granularity, Options};
 use rapt_cuda::{
-    Algorithm, CompiledFacts, CudaError, KernelVariant, backward_variants, build_all, deviation_variants, variants,
+    Algorithm, CompiledFacts, CudaError, KernelVariant, Loads, backward_variants, build_all, deviation_variants,
+    variants,
 };
 
 /// What the compiler says of each; kernels that are kept from an earlier run, or were compiled to be shipped, cost nothing.
@@ -287,6 +288,13 @@ fn gradients() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
     hot.extend(of(Arch::Sm90a, DType::BF16, 64, Some(DType::Bool), &plain).into_iter().filter(is_together));
     hot.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::Bool), &plain).into_iter().filter(is_together));
     hot.extend(of(Arch::Sm90a, DType::BF16, 256, Some(DType::Bool), &plain).into_iter().filter(is_together));
+    // Of rows of a mask that TMA does not take: the warp that copies them spills.
+    let by_warp = |variant: &KernelVariant| {
+        let mut variant = *variant;
+        variant.loads = Loads::TmaButMask;
+        variant
+    };
+    all.extend(hot.iter().filter(|variant| is_together(variant) && variant.mask.is_some()).map(by_warp));
     // float32 by halves.
     let is_by_halves = |variant: &KernelVariant| matches!(variant.algorithm, Algorithm::BackwardHalves(_));
     for head_dim in [64, 128] {
@@ -296,7 +304,9 @@ fn gradients() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
     all.extend(of(Arch::Sm90a, DType::F32, 128, None, &plain.with_dropout_p(0.1)).into_iter().filter(is_by_halves));
     // Four bytes.
     all.extend(of(Arch::Sm90a, DType::F32, 128, Some(DType::Bool), &plain).into_iter().filter(is_by_halves));
-    all.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::BF16), &plain));
+    let biased = of(Arch::Sm90a, DType::BF16, 128, Some(DType::BF16), &plain);
+    all.extend(biased.iter().filter(|variant| is_together(variant)).map(by_warp));
+    all.extend(biased);
     all.extend(of(Arch::Sm90a, DType::F16, 127, Some(DType::F32), &capped));
     for dtype in [DType::F32, DType::F64] {
         all.extend(of(Arch::Sm90a, dtype, 100, Some(dtype), &capped));
@@ -311,12 +321,22 @@ fn gradients_compile_and_the_hot_ones_do_not_spill() {
     let mut seen = HashSet::new();
     all.retain(|variant| seen.insert(*variant));
     if !std::env::var("RAPT_WHOLE").is_ok_and(|whole| whole == "1") {
-        // Rows, the three together and their parts of the first request, the three together of narrow and wide heads, a pass of float32, and rows of sequences.
+        // Rows, the three together and their parts of the first request, the three together of narrow and wide heads, a pass of float32, rows of sequences, the
+        // gradient of a mask, and a mask by a warp.
         let found = |name| all.iter().copied().find(|variant| variant.to_string().starts_with(name)).unwrap();
         let together = "backward_hopper together bfloat16 64/64";
         let of_sequences = "backward_rows rows bfloat16 varlen";
-        let others =
-            [together, "backward_hopper_wide", "backward_halves queries float32 128/128", of_sequences].map(found);
+        let of_mask = "backward_mma mask bfloat16 128/128";
+        let by_warp = "backward_hopper together bfloat16 128/128 mask by a warp mask bfloat16";
+        let others = [
+            together,
+            "backward_hopper_wide",
+            "backward_halves queries float32 128/128",
+            of_sequences,
+            of_mask,
+            by_warp,
+        ]
+        .map(found);
         all.truncate(3);
         all.extend(others);
     }

@@ -186,7 +186,7 @@ fn on_the_host_each_row_is_what_the_launch_plan_holds() {
 /// What the row `why` says of this variant.
 fn why(request: &Request, variant: &KernelVariant, work: Work) -> Vec<String> {
     let loads = match variant.loads {
-        Loads::Tma => "K and V by TMA",
+        Loads::Tma | Loads::TmaButMask => "K and V by TMA",
         Loads::By16Bytes => "K and V by loads of 16 bytes",
         Loads::ByElement => "K and V element by element",
     };

@@ -31,11 +31,12 @@ struct BackwardHopperParams {
     TensorMap q_map, k_map, v_map, d_o_map, mask_map;
     BackwardParams b;
     Items items;
+    int mask_unit;  // of MASK_BY_WARP: bytes of a mask's row that are copied at a time, 8 or 4, or 1 for a key
 };
 static_assert(sizeof(BackwardHopperParams) == BACKWARD_HOPPER_BYTES, "backward.rs and backward/hopper_load.cuh disagree");
 
-// Who loads: a thread, or where TMA cannot two warps, element by element.
-constexpr int LOADERS = VECTOR ? 1 : 64;
+// Who loads: a thread, or where TMA cannot two warps, element by element; of a mask alone that TMA cannot load a warp of its own.
+constexpr int LOADERS = VECTOR ? 1 : 64, MASK_LOADERS = MASK_BY_WARP ? 32 : LOADERS;
 // Of warps 0 and 3 of the last four.
 __device__ inline int loader() { return threadIdx.x % 32 + threadIdx.x % 128 / 96 * 32; }
 
@@ -130,10 +131,10 @@ __device__ inline void init_barriers(Shared& sh) {
     for (int n = 0; n < 2; n++) {
         mbarrier_init(sh.ds_full[n], 8), mbarrier_init(sh.ds_empty[n], 8);
         for (int stage = 0; stage < DQ_STAGES; stage++) mbarrier_init(sh.dq_full[n][stage], 128), mbarrier_init(sh.dq_empty[n][stage], 1);
-        mbarrier_init(sh.item_full[n], 1), mbarrier_init(sh.item_empty[n], VECTOR ? 8 + 2 : 8 + 2 + 2);
+        mbarrier_init(sh.item_full[n], 1), mbarrier_init(sh.item_empty[n], VECTOR ? 8 + 2 + MASK_BY_WARP : 8 + 2 + 2);
     }
 #if MASK != NO_MASK
-    mbarrier_init(sh.mask_full, LOADERS), mbarrier_init(sh.mask_empty, 8);
+    mbarrier_init(sh.mask_full, MASK_LOADERS), mbarrier_init(sh.mask_empty, 8);
 #endif
 #if VARLEN
     mbarrier_init(sh.landed, 1);
@@ -215,6 +216,15 @@ __device__ inline void load_states(float* to, const float* from, u64& full) {
 }
 
 #if MASK != NO_MASK
+// A key of a mask as it is stored.
+template <int BYTES>
+struct StoredKey {
+    using Type = u8;
+};
+template <>
+struct StoredKey<2> {
+    using Type = u16;
+};
 constexpr int MASK_KEY_BYTES = MASK == BOOL_MASK ? 1 : 2, MASK_BOX = 128 / MASK_KEY_BYTES;  // keys of a box
 // What the mask says of queries i0.. and keys j0..
 __device__ inline void load_mask(const BackwardHopperParams& h, Shared& sh, int batch, int head, int i0, int j0) {
@@ -241,6 +251,48 @@ __device__ inline void load_mask(const BackwardHopperParams& h, Shared& sh, int 
     mbarrier_arrive(sh.mask_full);
 #endif
 }
+
+#if MASK_BY_WARP
+// The same by a warp, UNIT bytes of a row at a time; fewer than 4 through registers.
+template <int UNIT>
+__device__ inline void load_mask_by_warp(const Params& p, Shared& sh, int batch, int head, int i0, int j0) {
+    constexpr int ROW_BYTES = BN * MASK_KEY_BYTES, ACROSS = ROW_BYTES / UNIT < 32 ? ROW_BYTES / UNIT : 32, DOWN = 32 / ACROSS;
+    const int rows = is_one_row(p) ? 1 : BM, inside_rows = min(rows, p.q_len - i0), lane = opaque((int)threadIdx.x) % 32;
+    const i64 key_step = UNIT >= 4 ? 1 : p.mask_stride[3], row_step = DOWN * MASK_KEY_BYTES * p.mask_stride[2];
+#pragma unroll 1
+    for (int o = lane % ACROSS * UNIT; o < ROW_BYTES; o += ACROSS * UNIT) {
+        const int inside = clamp((p.kv_len - j0) * MASK_KEY_BYTES - o, 0, UNIT);
+        const u8* from = (const u8*)p.mask + (row_offset(p.mask_stride, batch, head, i0 + lane / ACROSS) + (j0 + o / MASK_KEY_BYTES) * key_step) * MASK_KEY_BYTES;
+        u8* const box = sh.mask[o / 128];
+        const int byte = o % 128;
+        if constexpr (UNIT >= 4) {
+#pragma unroll 2
+            for (int r = lane / ACROSS; r < rows; r += DOWN, from += row_step) {
+                const int bytes = r < inside_rows ? inside : 0;
+                cp_async_part<UNIT>(shared_address(box) + (r * 128 + (byte ^ r % 8 * 16)), bytes > 0 ? from : (const u8*)p.mask, bytes);
+            }
+        } else {
+            // Each element is a load of its own: of lines that are on their way none waits long.
+            for (int r = lane / ACROSS; r < inside_rows && inside > 0; r += DOWN) prefetch_l1(from + (r - lane / ACROSS) / DOWN * row_step);
+            using Stored = typename StoredKey<UNIT>::Type;
+            constexpr int AT_ONCE = 4;
+#pragma unroll 1
+            for (int r = lane / ACROSS; r < rows; r += DOWN * AT_ONCE) {
+                Stored stored[AT_ONCE];
+#pragma unroll
+                for (int n = 0; n < AT_ONCE; n++, from += row_step) stored[n] = r + n * DOWN < inside_rows && inside > 0 ? *(const Stored*)from : (Stored)0;
+#pragma unroll
+                for (int n = 0; n < AT_ONCE; n++) {
+                    const int to = r + n * DOWN;
+                    if (to < rows) *(Stored*)(box + (to * 128 + (byte ^ to % 8 * 16))) = stored[n];
+                }
+            }
+        }
+    }
+    if constexpr (UNIT >= 4) mbarrier_arrive_behind_copies(sh.mask_full);
+    else mbarrier_arrive(sh.mask_full);
+}
+#endif
 #endif
 
 // One thread finds items; the loaders load what they need. What they know they ask of shared memory again: they have few registers.
@@ -285,7 +337,7 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
                 mbarrier_wait(sh.d_o_empty[arriving.stage], arriving.phase ^ 1);
                 const Source of_d_o = {h.d_o_map, b.d_o, b.d_o_stride, batch, of, row, end, p.head_dim_v, zeros_of(b)};
                 load_tile<V_BOXES, BM>(sh, landings, sh.d_o[arriving.stage], of_d_o, sh.d_o_full[arriving.stage], 0);
-#if MASK != NO_MASK
+#if MASK != NO_MASK && !MASK_BY_WARP
                 // As many tiles as of d_o, whose place says whether they are even.
                 mbarrier_wait(sh.mask_empty, (D_O_STAGES == 2 ? arriving.stage : arriving.phase) ^ 1);
                 load_mask(h, sh, batch, of, i * BM, item.tile * BN);
@@ -299,6 +351,33 @@ __device__ inline void produce(const BackwardHopperParams& h, Shared& sh) {
         }
     }
 }
+
+#if MASK_BY_WARP
+// A warp loads the mask that TMA does not.
+__device__ inline void produce_mask(const BackwardHopperParams& h, Shared& sh) {
+    const Params& p = h.b.all;
+    u32 done = 0;  // tiles
+#pragma unroll 1
+    for (u32 round = 0;; round++) {
+        volatile Item& item = sh.items[round % 2];
+        mbarrier_wait(sh.item_full[round % 2], round / 2 & 1);
+        if (item.tile < 0) return;
+#pragma unroll 1
+        for (int head = 0; head < p.group; head++) {
+#pragma unroll 1
+            for (int n = 0; n < item.tiles; n++, done++) {
+                const int i0 = (item.first_tile + n * step_of(h.items, item)) * BM, j0 = item.tile * BN, of = item.kv_head * p.group + opaque(head);
+                mbarrier_wait(sh.mask_empty, done & 1 ^ 1);
+                if (h.mask_unit == 8) load_mask_by_warp<8>(p, sh, item.batch, of, i0, j0);
+                else if (h.mask_unit == 4) load_mask_by_warp<4>(p, sh, item.batch, of, i0, j0);
+                else load_mask_by_warp<MASK_KEY_BYTES>(p, sh, item.batch, of, i0, j0);
+            }
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(sh.item_empty[round % 2]);
+    }
+}
+#endif
 
 // Threads of a group that have columns of dq which there are, where these are rows.
 __device__ constexpr int threads_of(int group) { return DQ_TURNED && group == 1 ? (D - 64) * 2 : 128; }
@@ -390,6 +469,9 @@ __device__ inline void work_beside(const BackwardHopperParams& h, Shared& sh) {
     const int warp = uniform(threadIdx.x % 128 / 32);
     if (warp == 0 || warp == 3) {
         if (VECTOR ? threadIdx.x % 128 == 0 : true) produce(h, sh);
+#if MASK_BY_WARP
+        else if (warp == 3) produce_mask(h, sh);
+#endif
     } else if (threadIdx.x % 32 == 0) {
         add_in_turn(h, sh, warp - 1);
     }

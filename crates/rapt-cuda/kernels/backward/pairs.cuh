@@ -1,7 +1,8 @@
-// The two passes of gradients whose own rows stay and others stream by: which rows a block has, what scores become, and where sums go.
+// The passes of gradients whose own rows stay and others stream by: which rows a block has, what scores become, and where sums go.
 //
 //   PASS KEYS      own: keys, streamed: queries that see them, of all heads of the group      dv += P^T.d_o, dk += dS^T.q
 //   PASS QUERIES   own: queries, streamed: keys that they see                                 dq += dS.k
+//   PASS OF_MASK   own: queries, streamed: keys, one tile of each after another               d_mask += dS
 //
 //   BLOCK_M own rows, 16*FRAGMENTS of them a warp, of ROW_WARPS warps from FIRST_ROW_WARP on; tiles of BLOCK_N streamed rows from row 0
 //   SPLIT: half of the blocks of KEYS sums dk, half dv
@@ -9,6 +10,7 @@
 // backward_mma.cu multiplies by mma.sync, backward_halves.cu float32 by wgmma. Deliberately absent: products, and how tiles come.
 
 #pragma once
+#include "backward/mask_tile.cuh"
 #include "backward/sequences.cuh"
 #include "common/softmax.cuh"
 #include "common/tile.cuh"
@@ -43,9 +45,12 @@ struct Unit {
     }
 };
 struct Block {
-    int batch, head, kv_head;  // head: of QUERIES alone
+    int batch, head, kv_head;  // head: not of KEYS
     OwnRows<BM, PASS == KEYS> own;
     __device__ Block(const BackwardParams& b, u32 block) : Block(b, Unit(b, block)) {}
+    // Of the queries of a head those of block `at`.
+    __device__ Block(const BackwardParams& b, int batch, int head, int at)
+        : batch(batch), head(head), kv_head(divide(head, b.all.by_group)), own(b, batch, at) {}
     // The row of its own tensors that is its first.
     __device__ int first_row() const { return (PASS == KEYS ? own.sequence.first_key() : own.sequence.first_query()) + own.first; }
 
@@ -72,6 +77,11 @@ struct Tiles {
         n0 = lo;
     }
     __device__ bool has_any() const { return lo < hi; }
+    // Whether tile `at` is one of them, which it is then.
+    __device__ bool seek(int at) {
+        n0 = at * BN;
+        return lo <= n0 && n0 < hi;
+    }
     __device__ int count() const { return has_any() ? (hi - lo + BN - 1) / BN * (last_head - head + 1) : 0; }
     // Whether there is one more, which it is then.
     __device__ bool next() {
@@ -106,7 +116,7 @@ __device__ inline u32 kept_weights(const Params& p, const Block& block, const Ti
     u32 kept = 0, beside = 0;
 #pragma unroll
     for (int mt = 0; mt < FRAGMENTS; mt++) {
-#if PASS == QUERIES
+#if PASS != KEYS
 #pragma unroll
         for (int pair = 0; pair < NT / 2; pair++)
 #pragma unroll
@@ -163,12 +173,20 @@ __device__ inline u32 hidden_pairs(const Params& p, const Block& block, const Ti
     return hidden;
 }
 
+// What is known of a pair before it is weighed; `bias`: of OF_MASK, read ahead.
+struct Known {
+    bool hidden, kept;
+    float bias;
+};
+
 // x = q.k and dp = d_o.v become p and ds, of a pair that positions do not leave out. p is scaled with the sums that it becomes.
 template <bool CAREFUL>
-__device__ inline void weigh(const Params& p, const Query& query, int j, float& x, float& dp, bool hidden, bool kept) {
-    bool masked = hidden || (CAREFUL && is_dead(query.state));
-    float bias = 0;
-    if (MASK != NO_MASK && !HIDES_AHEAD && !masked && j < p.kv_len) masked = is_masked(p, query.mask_row, j, bias);
+__device__ inline void weigh(const Params& p, const Query& query, int j, float& x, float& dp, const Known& known) {
+    const bool kept = known.kept;
+    bool masked = known.hidden || (CAREFUL && is_dead(query.state));
+    float bias = known.bias;
+    if (PASS == OF_MASK) masked |= bias == negative_infinity();
+    else if (MASK != NO_MASK && !HIDES_AHEAD && !masked && j < p.kv_len) masked = is_masked(p, query.mask_row, j, bias);
     float below, rises = 1;
     if (NATURAL) {
         const Score score(p, x, query.slope, query.diagonal - j, bias);
@@ -179,7 +197,8 @@ __device__ inline void weigh(const Params& p, const Query& query, int j, float& 
     const float weight = exp2_approx(__fmaf_rn(below, LOG2_E, -query.state.log2_sum));
     if (DROPOUT) dp *= kept ? (float)p.dropping.scale : 0.f;
     float ds = weight * (dp - query.state.delta);
-    if (NATURAL) ds *= rises;
+    // A mask is added behind softcap.
+    if (NATURAL && PASS != OF_MASK) ds *= rises;
     x = masked ? CAREFUL ? MASKED : 0.f : DROPOUT ? weight * (kept ? 1.f : 0.f) : weight;
     dp = masked ? CAREFUL ? MASKED : 0.f : CAREFUL ? ds + 0.f : ds;
 }
@@ -197,10 +216,16 @@ struct SeenKeys {
     }
 };
 
-// x = q.k and dp = d_o.v of a tile become p and ds. `state_of(r)`: what is known of streamed query r of the tile, of QUERIES of own query r of the block.
-template <bool CAREFUL, class StateOf>
+// Biases that no pass but OF_MASK reads ahead.
+struct NoBiases {
+    __device__ float2 pair(int, int) const { return {0, 0}; }
+};
+
+// x = q.k and dp = d_o.v of a tile become p and ds. `state_of(r)`: what is known of streamed query r of the tile, else of own query r of the block.
+template <bool CAREFUL, class StateOf, class Biases = NoBiases>
 __device__ inline void weigh_tile(
-    const Params& p, const Block& block, const Tiles& tiles, Accumulator<NT> (&s)[FRAGMENTS], Accumulator<NT> (&dp)[FRAGMENTS], StateOf state_of
+    const Params& p, const Block& block, const Tiles& tiles, Accumulator<NT> (&s)[FRAGMENTS], Accumulator<NT> (&dp)[FRAGMENTS], StateOf state_of,
+    const Biases& biases = {}
 ) {
     const Sequence& sequence = block.own.sequence;
     const int first = block.own.first, warp_row = first_own_row();
@@ -215,7 +240,7 @@ __device__ inline void weigh_tile(
             for (int row = 0; row < FRAGMENTS * 2; row++) {
                 const int mt = row / 2, at = row % 2 * 2 + e;
                 const int bit = (mt * NT + nt) * 4 + at;
-                weigh<CAREFUL>(p, query, first + own_row + row * 8, s[mt][nt][at], dp[mt][nt][at], hidden >> bit & 1, kept >> bit & 1);
+                weigh<CAREFUL>(p, query, first + own_row + row * 8, s[mt][nt][at], dp[mt][nt][at], {(hidden >> bit & 1) != 0, (kept >> bit & 1) != 0, 0});
             }
         }
     } else {
@@ -224,9 +249,10 @@ __device__ inline void weigh_tile(
             const Query query(p, block, state_of(own_row + row * 8), block.head, first + own_row + row * 8);
 #pragma unroll
             for (int column = 0; column < NT * 2; column++) {
-                const int mt = row / 2, nt = column / 2, at = row % 2 * 2 + column % 2;
-                    const int bit = (mt * NT + nt) * 4 + at;
-                weigh<CAREFUL>(p, query, tiles.n0 + nt * 8 + streamed_row + column % 2, s[mt][nt][at], dp[mt][nt][at], hidden >> bit & 1, kept >> bit & 1);
+                const int mt = row / 2, nt = column / 2, at = row % 2 * 2 + column % 2, bit = (mt * NT + nt) * 4 + at, of_pair = nt * 8 + streamed_row;
+                const float2 pair = biases.pair(own_row + row * 8, of_pair);
+                const Known known = {(hidden >> bit & 1) != 0, (kept >> bit & 1) != 0, column % 2 == 0 ? pair.x : pair.y};
+                weigh<CAREFUL>(p, query, tiles.n0 + of_pair + column % 2, s[mt][nt][at], dp[mt][nt][at], known);
             }
         }
     }
@@ -238,6 +264,8 @@ __device__ inline void weigh_tile(
     } else {
         const Seen seen(p, Task(block.batch, block.head, sequence), first, first + block.own.rows);
         positions = tiles.n0 < seen.all_lo || tiles.n0 + BN > seen.all_hi;
+        // Rows behind the last one are never stored, but a mask's gradient may sum all of a tile.
+        if (PASS == OF_MASK) positions |= block.own.rows < BM;
     }
     if (positions) {
 #pragma unroll

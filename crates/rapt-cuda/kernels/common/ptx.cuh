@@ -128,6 +128,13 @@ __device__ inline void cp_async_zfill(u32 to, const void* from, bool inside) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(inside ? BYTES : 0));
     }
 }
+// Brings the line of an address to the multiprocessor's own cache.
+__device__ inline void prefetch_l1(const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
+// BYTES (4 or 8), of which the first `inside` are read and the others are zeros.
+template <int BYTES>
+__device__ inline void cp_async_part(u32 to, const void* from, int inside) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(inside));
+}
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 template <int PENDING>
 __device__ inline void cp_async_wait() {
@@ -140,6 +147,10 @@ __device__ inline void mbarrier_init(u64& barrier, u32 count) {
 }
 __device__ inline void mbarrier_arrive(u64& barrier) {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&barrier)) : "memory");
+}
+// This thread arrives when what it has begun to copy so far is there.
+__device__ inline void mbarrier_arrive_behind_copies(u64& barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 // Without a branch: ptxas takes a warp that parts for one as diverged from then on, and uses no uniform registers.
 __device__ inline void mbarrier_arrive_if(u64& barrier, bool is) {

@@ -35,6 +35,8 @@ pub(crate) struct HopperPass {
     pub(crate) items: HopperItems,
     /// q, k, v, d_o and the mask, those that TMA loads.
     pub(crate) loaded: [Option<TmaTensor>; 5],
+    /// Bytes of a mask's row that a warp copies at a time, where TMA does not load it.
+    pub(crate) mask_unit: usize,
 }
 
 /// The one parameter of a launch.
@@ -88,7 +90,7 @@ impl HopperPass {
                 *map = driver.encode(tensor, address)?;
             }
         }
-        Ok(Filled::Hopper(BackwardHopperParams::new(params, self.items, maps)))
+        Ok(Filled::Hopper(BackwardHopperParams::new(params, self.items, self.mask_unit, maps)))
     }
 }
 

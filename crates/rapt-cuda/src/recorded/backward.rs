@@ -131,6 +131,15 @@ fn what_is_not_asked_for_is_not_launched_and_what_the_tensor_cores_do_not_take_i
     let expected = [Pass::Rows, Pass::Keys, Pass::Queries, Pass::Mask, Pass::Sinks];
     assert_eq!((passes(&plan), ran.unwrap().len()), (expected.map(generic).to_vec(), 5));
     assert!(plan.explain().to_string().contains("what arrives in the dtype of q"));
+    // The gradient of a mask is a pass of the tensor cores where the others are; of heads and keys, 90 of these in tiles of 64.
+    let (plan, ran) = Asked { asks: [true; 5], ..ALL }.run(&of, states);
+    let mma = Algorithm::BackwardMma;
+    let on_tensor_cores =
+        [generic(Pass::Rows), mma(Pass::Keys), mma(Pass::Queries), mma(Pass::Mask), generic(Pass::Sinks)];
+    assert_eq!(passes(&plan), on_tensor_cores);
+    let Call::Launch { grid, .. } = &ran.unwrap()[3] else { panic!("the fourth call launches") };
+    assert_eq!((grid.blocks, grid.overlaps), (6 * 2, false));
+    assert!(plan.explain().to_string().contains("backward_mma mask bfloat16 64/64"), "{}", plan.explain());
     let wide = Asked { head_dim: 300, asks: [false, false, true, false, false], ..ALL };
     let (plan, ran) = wide.run(&of, states);
     assert_eq!((passes(&plan), ran.unwrap().len()), (vec![generic(Pass::Rows), generic(Pass::Keys)], 2));

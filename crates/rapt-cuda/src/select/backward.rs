@@ -2,7 +2,7 @@
 //!
 //! float16 and bfloat16 with head dims up to 256 on compute capability 9.0, of which dq, dk and dv are asked, with or without a mask of booleans or of 16 bits,
 //! or of sequences that lie one after another, and with softcap beside none or booleans → backward_hopper.cu, or beyond 128 backward_hopper_wide.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu, which on compute capability 9.0 leaves
-//! float32 to backward_halves.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
+//! float32 to backward_halves.cu; anything else → backward.cu. Tiles follow dtype and
 //! head dims alone, and what fits a block: the bits of a gradient depend neither on the batch nor on strides.
 
 use rapt_core::{
@@ -12,7 +12,7 @@ use rapt_core::{
 
 use super::tensor_cores::{has_ordinary_scale, is_natural, mask_class, padded_dims, sequences};
 use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
-use crate::access::moves_by;
+use crate::access::{copied_at_a_time, moves_by};
 use crate::backward::{BackwardParams, HOPPER_TALL_ROWS, HopperItems, NotingWorkspace, state_bytes, tiles_of};
 use crate::launch::Step;
 use crate::launch::backward::{BackwardLaunch, HopperPass, PassStep, WhyNoTensorCores};
@@ -58,6 +58,7 @@ fn mma(spec: &BackwardSpec, caps: &Caps, pass: Pass) -> KernelVariant {
     let natural = is_natural(forward, mask_class(forward));
     let [block_m, block_n] = match (dims.0.max(dims.1), pass) {
         _ if forward.numerics.storage == DType::F32 => [64, 32],
+        (0..=128, Pass::Mask) => [64, 64],
         (0..=64, Pass::Keys) if natural || forward.mask.is_some() || forward.dropout.is_some() => [64, 32],
         (0..=64, _) => [128, 32],
         (65..=128, Pass::Queries) => [64, 64],
@@ -72,7 +73,7 @@ fn mma(spec: &BackwardSpec, caps: &Caps, pass: Pass) -> KernelVariant {
         dims,
         block_m,
         block_n,
-        stages: 2,
+        stages: if pass == Pass::Mask { 1 } else { 2 },
         ..KernelVariant::backward(caps.arch, forward.numerics.storage, forward.mask.map(|mask| mask.dtype), pass)
     };
     let least = KernelVariant { block_n: 16, ..variant };
@@ -135,8 +136,11 @@ fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
     let rows = of_dims.backward_block_m();
     let keys = of_dims.backward_block_n();
     let [tensors @ .., of_mask] = loaded(spec, [rows, keys]);
-    let by_tma = tensors.iter().all(Option::is_some) && (mask.is_none() || of_mask.is_some());
-    let loads = if by_tma { Loads::Tma } else { Loads::ByElement };
+    let loads = match tensors.iter().all(Option::is_some) {
+        true if mask.is_none() || of_mask.is_some() => Loads::Tma,
+        true => Loads::TmaButMask,
+        false => Loads::ByElement,
+    };
     let variant = KernelVariant { loads, block_m: rows as u32, block_n: keys as u32, ..of_dims };
     (variant.shared_bytes() <= caps.shared_bytes).then_some(variant)
 }
@@ -228,9 +232,8 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         }
     }
     if let Some(of) = spec.d_mask() {
-        let tiles = |n: usize| if n == 1 { 1 } else { n.div_ceil(generic(Pass::Mask).block_m as usize) };
-        let [batch, heads, queries, keys] = of.shape;
-        push(generic(Pass::Mask), 0, product(&[batch, heads, tiles(queries), tiles(keys)]), 0)?;
+        let variant = if why.is_none() { mma(spec, caps, Pass::Mask) } else { generic(Pass::Mask) };
+        push(variant, 0, product(&tiles_of_mask(of, &variant)), 0)?;
     }
     if spec.d_sinks().is_some() {
         push(generic(Pass::Sinks), 0, forward.num_q_heads(), 0)?;
@@ -242,8 +245,9 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let all = Params::new(forward, &whole(spec), widths(forward, &generic(Pass::Rows)));
     let states = rows.saturating_mul(state_bytes(forward.numerics.accumulation.size_bytes()));
     let hopper = together.zip(items).filter(|_| !steps.is_empty()).map(|(variant, items)| {
-        let loaded = if variant.loads == Loads::Tma { loaded(spec, tile_of(&variant)) } else { [None; 5] };
-        Box::new(HopperPass { items, loaded })
+        let loaded = if variant.loads == Loads::ByElement { [None; 5] } else { loaded(spec, tile_of(&variant)) };
+        let by_warp = forward.mask.as_ref().filter(|_| variant.loads == Loads::TmaButMask);
+        Box::new(HopperPass { items, loaded, mask_unit: by_warp.map_or(0, copied_at_a_time) })
     });
     let noting = noting(spec, &steps, together, states);
     let workspace_bytes = noting.as_ref().map_or(states, |noting| noting.bytes);
@@ -257,6 +261,13 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         multiprocessors: caps.multiprocessors,
         why,
     })
+}
+
+/// Tiles of the gradient of a mask: one along a size of 1.
+fn tiles_of_mask(of: &TensorSpec<4>, variant: &KernelVariant) -> [usize; 4] {
+    let tiles = |n: usize, tile: u32| if n == 1 { 1 } else { n.div_ceil(tile as usize) };
+    let [batch, heads, queries, keys] = of.shape;
+    [batch, heads, tiles(queries, variant.block_m), tiles(keys, variant.block_n)]
 }
 
 /// The variant of the pass over rows: those of sequences lie in tiles of `together`, which reads them.

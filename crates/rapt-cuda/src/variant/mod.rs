@@ -131,6 +131,8 @@ impl Algorithm {
 pub enum Loads {
     /// TMA, box by box (compute capability 9.0).
     Tma,
+    /// The same, but of a mask whose rows TMA does not take: a warp copies it.
+    TmaButMask,
     /// Threads, 16 bytes at a time.
     By16Bytes,
     /// Threads, element by element.
@@ -429,6 +431,7 @@ impl fmt::Display for KernelVariant {
             write!(f, " {}/{}", self.dims.0, self.dims.1)?;
             f.write_str(if self.natural { " natural" } else { "" })?;
             f.write_str(if self.loads == Loads::ByElement { " element by element" } else { "" })?;
+            f.write_str(if self.loads == Loads::TmaButMask { " mask by a warp" } else { "" })?;
             f.write_str(if self.gathers() { " gathered" } else { "" })?;
         }
         match self.codes {

@@ -183,7 +183,15 @@ impl KernelVariant {
         }
         if matches!(self.algorithm, Algorithm::BackwardMma(_)) {
             options.define("STAGES", self.stages);
-            options.define("MIN_BLOCKS", if self.shared_bytes() <= 112 * 1024 { 2 } else { 1 });
+            options.define(
+                "MIN_BLOCKS",
+                match self.shared_bytes() {
+                    // Their loads are behind one another's products.
+                    ..=76_800 if pass == Pass::Mask => 3,
+                    ..=114_688 => 2,
+                    _ => 1,
+                },
+            );
         } else if matches!(self.algorithm, Algorithm::BackwardHalves(_)) {
             self.add_backward_halves(options);
         } else if pass == Pass::Parts {
@@ -235,9 +243,10 @@ impl KernelVariant {
         options.define("DQ_TURNED", u32::from(self.turns_dq()));
         options.define("DQ_STAGES", self.backward_dq_stages());
         options.define("MASK_BOXES", self.backward_mask_boxes());
+        options.define("MASK_BY_WARP", u32::from(self.loads == Loads::TmaButMask));
         // As many as 384 threads were given at the start. Who loads element by element takes the time, and needs more: some products are then done one by
         // one (C7512), and a few bytes spilled.
-        let (consumer, producer) = if self.loads == Loads::Tma { (240, 24) } else { (232, 40) };
+        let (consumer, producer) = if self.loads == Loads::ByElement { (232, 40) } else { (240, 24) };
         options.define("CONSUMER_REGISTERS", consumer);
         options.define("PRODUCER_REGISTERS", producer);
     }

@@ -134,7 +134,7 @@ impl KernelVariant {
         (self.block_n * padded + if tiles > rows { tiles } else { rows }) * size + self.block_m * (8 + 4 * size + 4 * 4)
     }
 
-    /// Own rows, streamed ones in stages, and states of queries among them.
+    /// Own rows, streamed ones in stages, and states of queries among them, biases of a tile of a mask; or its sums, where these are more.
     const fn backward_mma_bytes(&self, pass: Pass) -> u32 {
         const fn pair(variant: &KernelVariant, rows: u32) -> u32 {
             let words = if matches!(variant.storage, DType::F32) { 2 } else { 1 };
@@ -145,7 +145,16 @@ impl KernelVariant {
             (matches!(pass, Pass::Keys | Pass::KeysAgain), matches!(pass, Pass::KeysAgain | Pass::QueriesAgain));
         let (own, streamed) = if is_of_keys { (1, self.block_n) } else { (self.block_m, 1) };
         let stage = pair(self, self.block_n) + (16 * streamed).next_multiple_of(128);
-        pair(self, self.block_m) + self.stages * stage + (16 * own + 4 * is_again as u32).next_multiple_of(128)
+        let (biases, sums) = match (pass, self.mask) {
+            (Pass::Mask, Some(dtype)) => {
+                let size = if matches!(dtype, DType::F16 | DType::BF16) { 2 } else { 4 };
+                (self.block_m * (self.block_n + 8) * size, 4 * self.block_m * (self.block_n + 1))
+            }
+            _ => (0, 0),
+        };
+        let beside = (16 * own + biases + 4 * is_again as u32).next_multiple_of(128);
+        let tiles = pair(self, self.block_m) + self.stages * stage + beside;
+        if tiles > sums { tiles } else { sums }
     }
 
     /// Own rows, streamed ones in stages, states of streamed queries, powers of rows, barriers.
