@@ -5,7 +5,7 @@ use rapt_core::{BackwardOperands, BackwardPlan, BackwardSpec, BackwardTensors, G
 use super::*;
 use crate::backward::{BackwardHopperParams, BackwardParams};
 use crate::launch::BackwardLaunch;
-use crate::variant::Pass;
+use crate::variant::{Loads, Pass};
 
 /// q, out, d_o and dq are `[2, 6, q_len, head_dim]`, k, v and their gradients `[2, 2, 90, head_dim]`, the mask and its gradient `[1, 6, 1, 90]`.
 struct Asked {
@@ -15,7 +15,7 @@ struct Asked {
     q_len: usize,
     /// dq, dk, dv, d_mask, d_sinks.
     asks: [bool; 5],
-    masked: bool,
+    mask: Option<DType>,
 }
 
 const ALL: Asked = Asked {
@@ -24,7 +24,7 @@ const ALL: Asked = Asked {
     head_dim: 64,
     q_len: 70,
     asks: [true, true, true, false, false],
-    masked: true,
+    mask: Some(DType::F32),
 };
 
 /// A tensor that nobody reads: number `n`.
@@ -44,11 +44,11 @@ fn read<'a>(name: &'static str, n: usize, dtype: DType, shape: &[usize]) -> View
 
 impl Asked {
     fn tensors(&self) -> BackwardTensors<'static> {
-        let Asked { dtype, arriving, head_dim, q_len, asks, masked } = *self;
+        let Asked { dtype, arriving, head_dim, q_len, asks, mask } = *self;
         let (queries, keys, masks) = ([2, 6, q_len, head_dim], [2, 2, 90, head_dim], [1, 6, 1, 90]);
         let written = |n: usize, name, dtype, shape: &[usize]| asks[n].then(|| lies(name, 20 + n, dtype, shape));
         BackwardTensors {
-            mask: masked.then(|| read("mask", 3, DType::F32, &masks)),
+            mask: mask.map(|dtype| read("mask", 3, dtype, &masks)),
             sinks: Some(read("sinks", 4, DType::F32, &[6])),
             dq: written(0, "dq", dtype, &queries),
             dk: written(1, "dk", dtype, &keys),
@@ -158,7 +158,7 @@ fn what_is_not_asked_for_is_not_launched_and_what_the_tensor_cores_do_not_take_i
 fn three_gradients_of_plain_scores_are_one_launch_of_as_many_blocks_as_there_are_items_and_heads_may_be_computed_again()
 {
     let of = Recorded::new(Parts::default(), |_| {});
-    let plain = Asked { masked: false, ..ALL };
+    let plain = Asked { mask: None, ..ALL };
     // States of 840 rows; two numbers and 64 of dq of each of 12 * 128 rows; 2 words, 4 heads of keys, and two turns of each of 12 tiles.
     let bytes = 840 * 16 + 12 * 128 * (8 + 4 * 64) + 4 * (2 + 4 + 2 * 12);
     let (plan, ran) = plain.run(&of, bytes);
@@ -207,9 +207,31 @@ fn three_gradients_of_plain_scores_are_one_launch_of_as_many_blocks_as_there_are
 }
 
 #[test]
+fn a_mask_whose_rows_tma_does_not_take_is_a_warps_and_everything_else_comes_by_tma() {
+    let of = Recorded::new(Parts::default(), |_| {});
+    // Heads lie 90 keys apart: 180 bytes of bfloat16, copied 4 at a time, or 90 of booleans, key by key.
+    for (mask, unit) in [(DType::BF16, 4), (DType::Bool, 1)] {
+        let (plan, ran) = Asked { mask: Some(mask), ..ALL }.run(&of, 1 << 20);
+        let launch = plan.launch_plan::<BackwardLaunch>().unwrap();
+        let together = launch.variants().find(|variant| variant.algorithm == Algorithm::BackwardHopper).unwrap();
+        assert_eq!((together.loads, together.mask), (Loads::TmaButMask, Some(mask)));
+        let hopper = launch.hopper.as_ref().unwrap();
+        assert_eq!(
+            (hopper.loaded.map(|tensor| tensor.is_some()), hopper.mask_unit),
+            ([true, true, true, true, false], unit)
+        );
+        let encoded = |call: &Call| if let Call::Encode { address, .. } = call { Some(*address) } else { None };
+        let addresses: Vec<_> = ran.unwrap().iter().filter_map(encoded).collect();
+        assert_eq!(addresses, [1, 2, 3, 8].map(|n| at(n, 0).addr()));
+        let text = plan.explain().to_string();
+        assert!(text.contains("bfloat16 64/64 mask by a warp mask"), "{text}");
+    }
+}
+
+#[test]
 fn float32_has_passes_by_halves_and_notes_beside_the_states_of_rows() {
     let of = Recorded::new(Parts::default(), |_| {});
-    let plain = Asked { dtype: DType::F32, arriving: DType::F32, masked: false, ..ALL };
+    let plain = Asked { dtype: DType::F32, arriving: DType::F32, mask: None, ..ALL };
     // States of 840 rows; 2 words, and 4 heads of keys.
     let bytes = 840 * 16 + 4 * (2 + 4);
     let (plan, ran) = plain.run(&of, bytes);
@@ -234,7 +256,7 @@ fn float32_has_passes_by_halves_and_notes_beside_the_states_of_rows() {
     let (_, ran) = plain.run(&of, bytes - 1);
     assert_eq!(ran, Err(Error::OutOfMemory { bytes }));
     // With every option; dk and dv of wider heads have blocks of their own, and heads beyond 128 other kernels.
-    let (plan, ran) = Asked { masked: true, head_dim: 128, ..plain }.run(&of, bytes);
+    let (plan, ran) = Asked { mask: Some(DType::F32), head_dim: 128, ..plain }.run(&of, bytes);
     assert_eq!((passes(&plan), blocks(ran)), (expected.to_vec(), vec![24, 8, 16, 12, 24]));
     let (plan, _) = Asked { head_dim: 136, ..plain }.run(&of, bytes);
     assert_eq!(passes(&plan), [Pass::Rows, Pass::Keys, Pass::Queries].map(generic));
