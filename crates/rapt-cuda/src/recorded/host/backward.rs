@@ -103,6 +103,23 @@ fn gradients_on_the_tensor_cores_are_those_of_the_definition() {
 }
 
 #[test]
+fn gradients_of_masks_on_the_tensor_cores_are_those_of_the_definition() {
+    // Sums over the queries of a tile that is not whole and of a second one, over keys, over batch entries and heads; each number a sum of its own; and behind
+    // softcap.
+    for (dtype, of_mask, full, q_len, softcap) in [
+        (DType::F16, DType::F16, [true, false, false, true], 15, None),
+        (DType::BF16, DType::F32, [false, true, false, false], 70, None),
+        (DType::F16, DType::F16, [false, true, true, true], 70, Some(3.0)),
+        (DType::F32, DType::F32, [true, false, false, false], 15, None),
+    ] {
+        let mask = Some(MaskCase { dtype: of_mask, full, rank: 4, lowest: false });
+        let case = Case { mask, num_kv_heads: 1, head_dim_v: 24, softcap, ..plain(dtype, [2, 2, q_len, 40], 128) };
+        let seen = judge(&GradientCase::all(&case)).unwrap();
+        assert!(matches!(seen.algorithm, Algorithm::BackwardMma(Pass::Keys)), "{seen}");
+    }
+}
+
+#[test]
 fn gradients_are_of_the_weights_that_forward_dropped() {
     let (causal, dropout) = (Some(Causal::BottomRight), (0.4, DRAW));
     let mask = Some(MaskCase { dtype: DType::F64, full: [true; 4], rank: 4, lowest: false });
