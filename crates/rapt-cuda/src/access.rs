@@ -28,27 +28,25 @@ pub(crate) fn moves_by(tensor: &TensorSpec<4>, bytes: usize) -> bool {
     inner && rows && tensor.alignment.bytes().is_multiple_of(bytes) && tensor.shape[3].is_multiple_of(unit)
 }
 
+/// Whether every row of the mask can be read `bytes` at a time, as far as there are so many; a multiple of a key.
+fn is_read_by(mask: &TensorSpec<4>, bytes: usize) -> bool {
+    let (step, unit) = (strides(mask), (bytes / mask.dtype.size_bytes()) as i64);
+    step[3] == 1 && step[..3].iter().all(|stride| stride % unit == 0) && mask.alignment.bytes().is_multiple_of(bytes)
+}
+
 /// Whether every row of the mask can be read two keys at a time, as far as there are two.
 pub(crate) fn is_in_pairs(mask: &TensorSpec<4>) -> bool {
-    let step = strides(mask);
-    let even = step[..3].iter().all(|stride| stride % 2 == 0);
-    step[3] == 1 && even && mask.alignment.bytes().is_multiple_of(2 * mask.dtype.size_bytes())
+    is_read_by(mask, 2 * mask.dtype.size_bytes())
 }
 
 /// Whether every row of the mask can be read 16 bytes at a time, as far as there are 16.
 pub(crate) fn is_wide(mask: &TensorSpec<4>) -> bool {
-    let (step, unit) = (strides(mask), 16 / mask.dtype.size_bytes() as i64);
-    step[3] == 1 && step[..3].iter().all(|stride| stride % unit == 0) && mask.alignment.bytes() >= 16
+    is_read_by(mask, 16)
 }
 
 /// Bytes of a mask's row that a thread copies at a time: 8, 4, or 1 where those are of a key.
 pub(crate) fn copied_at_a_time(mask: &TensorSpec<4>) -> usize {
-    let step = strides(mask);
-    let moves = |bytes: usize| {
-        let unit = (bytes / mask.dtype.size_bytes()) as i64;
-        step[3] == 1 && step[..3].iter().all(|stride| stride % unit == 0) && mask.alignment.bytes() >= bytes
-    };
-    [8, 4].into_iter().find(|&bytes| moves(bytes)).unwrap_or(1)
+    [8, 4].into_iter().find(|&bytes| is_read_by(mask, bytes)).unwrap_or(1)
 }
 
 #[cfg(test)]

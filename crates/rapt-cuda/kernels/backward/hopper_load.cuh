@@ -272,7 +272,7 @@ __device__ inline void load_mask_by_warp(const Params& p, Shared& sh, int batch,
                 cp_async_part<UNIT>(shared_address(box) + (r * 128 + (byte ^ r % 8 * 16)), bytes > 0 ? from : (const u8*)p.mask, bytes);
             }
         } else {
-            // Each element is a load of its own: of lines that are on their way none waits long.
+            // Each element is a load of its own: their lines are asked for before.
             for (int r = lane / ACROSS; r < inside_rows && inside > 0; r += DOWN) prefetch_l1(from + (r - lane / ACROSS) / DOWN * row_step);
             using Stored = typename StoredKey<UNIT>::Type;
             constexpr int AT_ONCE = 4;

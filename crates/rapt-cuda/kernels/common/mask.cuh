@@ -7,6 +7,7 @@
 //   MaskTile               a thread's keys of a tile, which it loads itself              mma.cu, decode.cu, hopper_f32.cu
 //   hopper/mask_ring.cuh   a block's tile in shared memory, loaded by other warps        hopper.cu
 //   backward/hopper_mask   the same of scores whose rows are keys                        backward_hopper.cu
+//   backward/mask_tile     biases of a tile that many heads share, read once             backward_mma.cu, of a mask's gradient
 //
 // hopper.cu has a ring because a thread's own loads do not keep up with its products: a tile ahead they gave 478 TFLOP/s with booleans
 // and 291 with bfloat16 biases, where warps that only load gave 505 and 446, before TMA (4096 keys; H200, 2026-11; docs/lab/hopper.md).
