@@ -310,9 +310,9 @@ def test_bits_of_long_sequences_are_those_of_each_head_alone(dim, window):
 @pytest.mark.parametrize("kind", [torch.bool, BF16, torch.float16, torch.float32], ids=name_of)
 @pytest.mark.parametrize("dim", [40, 128, 200])
 def test_bits_do_not_depend_on_how_a_mask_lies(dim, kind):
-    # Rows of 16 bytes, of 8, of 4, and key by key, in memory that is NaN or True beside them.
+    # Rows of 16 bytes, of 8, of 4, from any byte on, and key by key, in memory that is NaN or True beside them.
     storage = kind if kind == torch.float16 else BF16
-    for q_len, kv_len in ((150, 196), (131, 190), (300, 189), (49, 49), (70, 1)):
+    for q_len, kv_len in ((150, 196), (131, 190), (300, 189), (49, 49), (70, 1), (66, 259), (136, 391)):
         q, k, v, d_o = (new(2, 4, n, dim, dtype=storage, seed=n + dim) for n in (q_len, kv_len, kv_len, q_len))
         mask = new(2, 4, q_len, kv_len) > -1.5 if kind == torch.bool else new(2, 4, q_len, kv_len, dtype=kind)
         beside = True if kind == torch.bool else math.nan

@@ -313,23 +313,22 @@ __device__ inline void run(const BackwardParams& b, Shared& sh) {
     const SummedTile<TILE, TILE> tile(b, blockIdx.x);
     Acc sums[4][4] = {};
     Place at = {0, 0, 0, Sequence(p, 0), 0, 0};
-    for (at.batch = tile.batch; at.batch < tile.entries; at.batch++)
-        for (at.head = tile.head; at.head < tile.heads; at.head++)
-            for (int query = tile.query; query < tile.query_end; query++) {
-                at.kv_head = divide(at.head, p.by_group), at.i0 = query * TILE;
-                const Seen seen(p, Task(at.batch, at.head, Sequence(p, at.batch)), at.i0, min(at.i0 + TILE, p.q_len));
-                load_queries(b, sh, at);
-                for (int key = tile.key; key < tile.key_end; key++) {
-                    at.j0 = key * TILE;
-                    if (at.j0 + TILE <= seen.lo || at.j0 >= seen.hi) continue;
-                    Acc ds[4][4];
-                    weigh<Weight::DS>(ds, b, sh, at);
+    for (u32 n = tile.first; n < tile.end; n++) {
+        const auto of = tile.at(n);
+        at.batch = of.batch, at.head = of.head, at.kv_head = divide(of.head, p.by_group), at.i0 = of.query * TILE;
+        const Seen seen(p, Task(at.batch, at.head, Sequence(p, at.batch)), at.i0, min(at.i0 + TILE, p.q_len));
+        load_queries(b, sh, at);
+        for (int key = tile.key; key < tile.key_end; key++) {
+            at.j0 = key * TILE;
+            if (at.j0 + TILE <= seen.lo || at.j0 >= seen.hi) continue;
+            Acc ds[4][4];
+            weigh<Weight::DS>(ds, b, sh, at);
 #pragma unroll
-                    for (int r = 0; r < 4; r++)
+            for (int r = 0; r < 4; r++)
 #pragma unroll
-                        for (int c = 0; c < 4; c++) sums[r][c] += ds[r][c];
-                }
-            }
+                for (int c = 0; c < 4; c++) sums[r][c] += ds[r][c];
+        }
+    }
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < 4; r++)

@@ -2,7 +2,7 @@
 //
 //   PASS KEYS      own: keys, streamed: queries that see them, of all heads of the group      dv += P^T.d_o, dk += dS^T.q
 //   PASS QUERIES   own: queries, streamed: keys that they see                                 dq += dS.k
-//   PASS OF_MASK   own: queries, streamed: keys, one tile of each for all that a mask is broadcast to      d_mask += dS
+//   PASS OF_MASK   own: queries, streamed: keys, one tile of each for all that a mask is broadcast to, or a part of that      d_mask += dS
 //
 //   4 warps, each 16*FRAGMENTS own rows; tiles of BLOCK_N streamed rows from row 0, in STAGES buffers that cp.async fills:
 //     s = own @ streamed.T                 of q and k, float32
@@ -219,7 +219,7 @@ __device__ inline void again_if_not_finite(Accumulator<NT> (&s)[FRAGMENTS], u16*
 }
 #endif
 
-// A tile of the gradient of a mask.
+// A tile of the gradient of a mask, or a block's part of it.
 __device__ inline void run_mask(const BackwardParams& b, Shared& sh) {
     const SummedTile<BM, BN> tile(b, blockIdx.x);
     Stage& streamed = sh.stages[0];
@@ -229,42 +229,39 @@ __device__ inline void run_mask(const BackwardParams& b, Shared& sh) {
     tile.load<THREADS>(b.all, sh.biases);
     const int warp_row = first_own_row();
 #pragma unroll 1
-    for (int batch = tile.batch; batch < tile.entries; batch++)
+    for (u32 n = tile.first; n < tile.end; n++) {
+        const auto of = tile.at(n);
+        const Block block(b, of.batch, of.head, of.query);
+        Tiles tiles(b, block);
+        bool has_queries = false;
 #pragma unroll 1
-        for (int head = tile.head; head < tile.heads; head++)
-#pragma unroll 1
-            for (int query = tile.query; query < tile.query_end; query++) {
-                const Block block(b, batch, head, query);
-                Tiles tiles(b, block);
-                bool has_queries = false;
-#pragma unroll 1
-                for (int key = tile.key; key < tile.key_end; key++) {
-                    if (!tiles.seek(key)) continue;
-                    if (!has_queries) {
-                        load_queries<BM>(b, sh.own, block, head, block.own.first);
-                        load_states<BM>(b, sh.states, block, head, block.own.first);
-                    }
-                    has_queries = true;
-                    load_keys<BN>(b, streamed.rows, block, tiles.n0);
-                    cp_async_commit();
-                    cp_async_wait<0>();
-                    __syncthreads();
-                    Accumulator<NT> s[FRAGMENTS], dp[FRAGMENTS];
-                    multiply_rows<D_WORDS, FRAGMENTS, NT>(s, sh.own.a + warp_row * A_ROW, streamed.rows.a);
-                    multiply_rows<DV_WORDS, FRAGMENTS, NT>(dp, sh.own.b + warp_row * B_ROW, streamed.rows.b);
-#if STORAGE == F32
-                    again_if_not_finite<D_WORDS>(s, sh.own.a, streamed.rows.a), again_if_not_finite<DV_WORDS>(dp, sh.own.b, streamed.rows.b);
-#endif
-                    weigh_tile<true>(b.all, block, tiles, s, dp, [&](int r) -> const RowState& { return sh.states[r]; }, sh.biases);
-#pragma unroll
-                    for (int mt = 0; mt < FRAGMENTS; mt++)
-#pragma unroll
-                        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                            for (int e = 0; e < 4; e++) sums[mt][nt][e] += dp[mt][nt][e];
-                    __syncthreads();
-                }
+        for (int key = tile.key; key < tile.key_end; key++) {
+            if (!tiles.seek(key)) continue;
+            if (!has_queries) {
+                load_queries<BM>(b, sh.own, block, of.head, block.own.first);
+                load_states<BM>(b, sh.states, block, of.head, block.own.first);
             }
+            has_queries = true;
+            load_keys<BN>(b, streamed.rows, block, tiles.n0);
+            cp_async_commit();
+            cp_async_wait<0>();
+            __syncthreads();
+            Accumulator<NT> s[FRAGMENTS], dp[FRAGMENTS];
+            multiply_rows<D_WORDS, FRAGMENTS, NT>(s, sh.own.a + warp_row * A_ROW, streamed.rows.a);
+            multiply_rows<DV_WORDS, FRAGMENTS, NT>(dp, sh.own.b + warp_row * B_ROW, streamed.rows.b);
+#if STORAGE == F32
+            again_if_not_finite<D_WORDS>(s, sh.own.a, streamed.rows.a), again_if_not_finite<DV_WORDS>(dp, sh.own.b, streamed.rows.b);
+#endif
+            weigh_tile<true>(b.all, block, tiles, s, dp, [&](int r) -> const RowState& { return sh.states[r]; }, sh.biases);
+#pragma unroll
+            for (int mt = 0; mt < FRAGMENTS; mt++)
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) sums[mt][nt][e] += dp[mt][nt][e];
+            __syncthreads();
+        }
+    }
     // Where nobody attends, biases were written last.
     __syncthreads();
     MaskSums& written = (MaskSums&)sh;

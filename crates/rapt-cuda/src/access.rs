@@ -44,9 +44,16 @@ pub(crate) fn is_wide(mask: &TensorSpec<4>) -> bool {
     is_read_by(mask, 16)
 }
 
-/// Bytes of a mask's row that a thread copies at a time: 8, 4, or 1 where those are of a key.
+/// Bytes of a mask's row that a thread copies at a time: 8 where all rows begin at a multiple of it, 4 wherever they begin; or 1, where keys do not lie side
+/// by side.
 pub(crate) fn copied_at_a_time(mask: &TensorSpec<4>) -> usize {
-    [8, 4].into_iter().find(|&bytes| is_read_by(mask, bytes)).unwrap_or(1)
+    if is_read_by(mask, 8) {
+        8
+    } else if strides(mask)[3] == 1 {
+        4
+    } else {
+        1
+    }
 }
 
 #[cfg(test)]
@@ -81,12 +88,12 @@ mod tests {
             (DType::BF16, [153_600, 0, 516, 1], 64, 8),
             (DType::BF16, [153_600, 0, 514, 1], 64, 4),
             (DType::BF16, [153_600, 0, 516, 1], 68, 4),
-            (DType::F16, [153_600, 0, 513, 1], 64, 1),
+            (DType::F16, [153_600, 0, 513, 1], 64, 4),
             (DType::F16, [153_600, 0, 516, 2], 64, 1),
-            (DType::F16, [153_600, 0, 516, 1], 66, 1),
+            (DType::F16, [153_600, 0, 516, 1], 66, 4),
             (DType::Bool, [153_600, 0, 520, 1], 72, 8),
             (DType::Bool, [153_600, 0, -516, 1], 64, 4),
-            (DType::Bool, [153_601, 0, 512, 1], 64, 1),
+            (DType::Bool, [153_601, 0, 512, 1], 64, 4),
         ] {
             let alignment = Alignment::of(Device::Cuda(0), address);
             let mask = TensorSpec { dtype, shape: [2, 1, 300, 512], strides, alignment };

@@ -25,6 +25,7 @@ pub(crate) struct BackwardParams {
     dq_sums: usize,
     zeroed: usize,
     key_tiles: usize,
+    mask_sums: usize,
     d_o_stride: [i64; 4],
     dq_stride: [i64; 4],
     dk_stride: [i64; 4],
@@ -36,6 +37,7 @@ pub(crate) struct BackwardParams {
     /// Where sequences begin that lie one after another: of queries, and of keys.
     offsets: [usize; 2],
     offsets_step: [i64; 2],
+    mask_parts: i64,
     sequences: i32,
     bottom_right: i32,
     batch: i32,
@@ -308,6 +310,7 @@ impl BackwardParams {
             dq_sums: 0,
             zeroed: 0,
             key_tiles: 0,
+            mask_sums: 0,
             d_o_stride: strides(spec.d_o()),
             dq_stride: of(spec.dq()),
             dk_stride: of(spec.dk()),
@@ -321,6 +324,7 @@ impl BackwardParams {
                 .varlen
                 .as_deref()
                 .map_or([0; 2], |of| [&of.cu_seqlens_q, &of.cu_seqlens_kv].map(|offsets| strides(offsets)[0])),
+            mask_parts: 1,
             sequences: forward.varlen.as_deref().map_or(0, |of| int(of.sequences())),
             bottom_right: i32::from(forward.causal == Some(Causal::BottomRight)),
             batch: int(forward.batch()),
@@ -352,6 +356,11 @@ impl BackwardParams {
     /// These parameters of a launch that computes noted heads again, of so many blocks of a launch of all.
     pub(crate) fn with_again(self, blocks: usize) -> Self {
         BackwardParams { again: int(blocks), ..self }
+    }
+
+    /// These parameters of a mask's gradient in so many parts, with their sums at `sums`.
+    pub(crate) fn with_mask_parts(self, parts: usize, sums: usize) -> Self {
+        BackwardParams { mask_parts: parts as i64, mask_sums: sums, ..self }
     }
 
     /// These parameters of items in the order of `items`.
@@ -402,7 +411,7 @@ impl BackwardParams {
 }
 
 const _: () = assert!(
-    size_of::<BackwardParams>() == size_of::<DroppedParams>() + 12 * 8 + (5 * 4 + 3 + 1) * 8 + 4 * 4 + 4 * 8 + 20 * 4,
+    size_of::<BackwardParams>() == size_of::<DroppedParams>() + 13 * 8 + (5 * 4 + 3 + 1) * 8 + 4 * 4 + 5 * 8 + 20 * 4,
     "BackwardParams has padding"
 );
 const _: () = assert!(

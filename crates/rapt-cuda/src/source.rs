@@ -28,6 +28,7 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "backward_halves.cu",
     "backward_hopper.cu",
     "backward_hopper_wide.cu",
+    "backward_mask.cu",
     "backward_mma.cu",
     "backward_parts.cu",
     "backward_rows.cu",

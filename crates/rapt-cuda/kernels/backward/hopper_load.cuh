@@ -31,7 +31,7 @@ struct BackwardHopperParams {
     TensorMap q_map, k_map, v_map, d_o_map, mask_map;
     BackwardParams b;
     Items items;
-    int mask_unit;  // of MASK_BY_WARP: bytes of a mask's row that are copied at a time, 8 or 4, or 1 for a key
+    int mask_unit;  // of MASK_BY_WARP: bytes of a mask's row that are copied at a time, 8 or 4, the latter wherever rows begin; or 1 for a key
 };
 static_assert(sizeof(BackwardHopperParams) == BACKWARD_HOPPER_BYTES, "backward.rs and backward/hopper_load.cuh disagree");
 
@@ -253,44 +253,167 @@ __device__ inline void load_mask(const BackwardHopperParams& h, Shared& sh, int 
 }
 
 #if MASK_BY_WARP
-// The same by a warp, UNIT bytes of a row at a time; fewer than 4 through registers.
+// The same by a warp: its part of a tile.
+struct MaskRows {
+    const u8* at;                // the first key of the first row
+    i64 step;                    // to the next row
+    int rows, inside_rows;       // of a box, and those that there are
+    int bytes;                   // of a row's keys that there are
+    __device__ MaskRows(const Params& p, int batch, int head, int i0, int j0)
+        : at((const u8*)p.mask + (row_offset(p.mask_stride, batch, head, i0) + j0 * p.mask_stride[3]) * MASK_KEY_BYTES),
+          step(MASK_KEY_BYTES * p.mask_stride[2]),
+          rows(is_one_row(p) ? 1 : BM),
+          inside_rows(min(rows, p.q_len - i0)),
+          bytes(clamp((p.kv_len - j0) * MASK_KEY_BYTES, 0, BN * MASK_KEY_BYTES)) {}
+    // How many bytes of row r are before its first whole word.
+    __device__ u32 before_words(int r) const { return 0u - ((u32)(u64)at + (u32)r * (u32)step) & 3; }
+};
+// Where byte `byte` of row r of a box lies, behind the first box.
+__device__ inline int mask_place(int r, int byte) { return byte / 128 * (BM * 128) + r * 128 + (byte % 128 ^ r % 8 * 16); }
+// UNIT bytes of a row by a lane, EACH times: it is `across` of a row's lanes, and `down` of the DOWN rows that a warp has at once.
 template <int UNIT>
-__device__ inline void load_mask_by_warp(const Params& p, Shared& sh, int batch, int head, int i0, int j0) {
-    constexpr int ROW_BYTES = BN * MASK_KEY_BYTES, ACROSS = ROW_BYTES / UNIT < 32 ? ROW_BYTES / UNIT : 32, DOWN = 32 / ACROSS;
-    const int rows = is_one_row(p) ? 1 : BM, inside_rows = min(rows, p.q_len - i0), lane = opaque((int)threadIdx.x) % 32;
-    const i64 key_step = UNIT >= 4 ? 1 : p.mask_stride[3], row_step = DOWN * MASK_KEY_BYTES * p.mask_stride[2];
+struct MaskLane {
+    static constexpr int ROW_BYTES = BN * MASK_KEY_BYTES, ACROSS = ROW_BYTES / UNIT < 32 ? ROW_BYTES / UNIT : 32, DOWN = 32 / ACROSS;
+    static constexpr int EACH = ROW_BYTES / (ACROSS * UNIT), ROWS = 8 * DOWN;  // rows of as many lines as a swizzle tells apart
+    const int across, down;
+    __device__ MaskLane() : across(opaque((int)threadIdx.x) % ACROSS), down(opaque((int)threadIdx.x) % 32 / ACROSS) {}
+    // Of what lies at `first` of the lane's first of ROWS rows, where it lies of the k-th that it has of them.
+    static __device__ int of_row(int first, int k) { return (first ^ k * DOWN % 8 * 16) + k * (DOWN * 128); }
+};
+
+// Zeros in rows that there are not.
+__device__ inline void clear_mask(Shared& sh, const MaskRows& of) {
+    for (int box = 0; box < MASK_BOXES; box++)
 #pragma unroll 1
-    for (int o = lane % ACROSS * UNIT; o < ROW_BYTES; o += ACROSS * UNIT) {
-        const int inside = clamp((p.kv_len - j0) * MASK_KEY_BYTES - o, 0, UNIT);
-        const u8* from = (const u8*)p.mask + (row_offset(p.mask_stride, batch, head, i0 + lane / ACROSS) + (j0 + o / MASK_KEY_BYTES) * key_step) * MASK_KEY_BYTES;
-        u8* const box = sh.mask[o / 128];
-        const int byte = o % 128;
-        if constexpr (UNIT >= 4) {
-#pragma unroll 2
-            for (int r = lane / ACROSS; r < rows; r += DOWN, from += row_step) {
-                const int bytes = r < inside_rows ? inside : 0;
-                cp_async_part<UNIT>(shared_address(box) + (r * 128 + (byte ^ r % 8 * 16)), bytes > 0 ? from : (const u8*)p.mask, bytes);
-            }
-        } else {
-            // Each element is a load of its own: their lines are asked for before.
-            for (int r = lane / ACROSS; r < inside_rows && inside > 0; r += DOWN) prefetch_l1(from + (r - lane / ACROSS) / DOWN * row_step);
-            using Stored = typename StoredKey<UNIT>::Type;
-            constexpr int AT_ONCE = 4;
+        for (int at = of.inside_rows * 8 + opaque((int)threadIdx.x) % 32; at < of.rows * 8; at += 32) *(uint4*)(sh.mask[box] + at * 16) = uint4{0, 0, 0, 0};
+}
+// Where keys lie side by side: `UNIT` bytes at a time. SHIFTED: rows begin anywhere, and words from the first whole one of a row on lie where the row's
+// words belong, but for those that copy_ends copies.
+template <int UNIT, bool SHIFTED>
+__device__ inline void copy_mask(Shared& sh, const MaskRows& of) {
+    using Lane = MaskLane<UNIT>;
+    const Lane lane;
 #pragma unroll 1
-            for (int r = lane / ACROSS; r < rows; r += DOWN * AT_ONCE) {
-                Stored stored[AT_ONCE];
+    for (int byte = lane.across * UNIT; byte < Lane::ROW_BYTES; byte += Lane::ACROSS * UNIT) {
+        const int left = of.bytes - byte, bytes = clamp(SHIFTED && left < UNIT + 3 ? 0 : left, 0, UNIT);
+        if (SHIFTED && (byte == Lane::ROW_BYTES - UNIT || (left > 0 && left < UNIT + 3))) continue;
+        int to = mask_place(lane.down, byte);
+        // Of words their last byte, were the row's first at a multiple of 4.
+        u64 from = bytes == 0 ? (u64)of.at : (u64)(of.at + lane.down * of.step + byte) + (SHIFTED ? 3 : 0);
+        const i64 step = bytes == 0 ? 0 : Lane::DOWN * of.step;
+        const auto copy = [&](int k) {
+            cp_async_part<UNIT>(shared_address(sh.mask[0] + Lane::of_row(to, k)), (const void*)(SHIFTED ? from & ~(u64)3 : from), bytes);
+            from += step;
+        };
+        int r = lane.down;
+#pragma unroll 1
+        for (; r + 7 * Lane::DOWN < of.inside_rows; r += Lane::ROWS, to += Lane::ROWS * 128)
 #pragma unroll
-                for (int n = 0; n < AT_ONCE; n++, from += row_step) stored[n] = r + n * DOWN < inside_rows && inside > 0 ? *(const Stored*)from : (Stored)0;
+            for (int k = 0; k < 8; k++) copy(k);
+#pragma unroll 1
+        for (int k = 0; r + k * Lane::DOWN < of.inside_rows; k++) copy(k);
+    }
+}
+// A word of row r: its KEYS keys, of which the first `keys` lie from byte `at` on, and the others are the row's first.
+__device__ inline void copy_word(Shared& sh, const MaskRows& of, int r, int word, int at, int keys) {
+    using Stored = StoredKey<MASK_KEY_BYTES>::Type;
+    constexpr int KEYS = 4 / MASK_KEY_BYTES;
+    const u8* from = of.at + r * of.step;
+    Stored stored[KEYS];
 #pragma unroll
-                for (int n = 0; n < AT_ONCE; n++) {
-                    const int to = r + n * DOWN;
-                    if (to < rows) *(Stored*)(box + (to * 128 + (byte ^ to % 8 * 16))) = stored[n];
+    for (int n = 0; n < KEYS; n++) {
+        const int byte = n < keys ? at + n * MASK_KEY_BYTES : (n - keys) * MASK_KEY_BYTES;
+        stored[n] = byte < of.bytes ? *(const Stored*)(from + byte) : (Stored)0;
+    }
+    Stored* to = (Stored*)(sh.mask[0] + mask_place(r, word * 4));
+#pragma unroll
+    for (int n = 0; n < KEYS; n++) to[n] = stored[n];
+}
+// Words that are no whole ones of a row: the last, of which the row's last keys are the first and those before its first whole word the others; and two
+// with the last keys that there are.
+__device__ inline void copy_ends(Shared& sh, const MaskRows& of) {
+    constexpr int LAST = MaskLane<4>::ROW_BYTES / 4 - 1, KEYS = 4 / MASK_KEY_BYTES;
+    // Of that before the last with keys all may be there for whatever is before whole words.
+    const int end = (of.bytes - 1) / 4, first = max(of.bytes - (end - 1) * 4 < 7 ? end - 1 : end, 0);
+#pragma unroll 1
+    for (int r = opaque((int)threadIdx.x) % 32; r < of.inside_rows; r += 32) {
+        const int before = (int)of.before_words(r);
+        copy_word(sh, of, r, LAST, LAST * 4 + before, KEYS - before / MASK_KEY_BYTES);
+#pragma unroll 1
+        for (int word = first; word <= end && word < LAST; word++) copy_word(sh, of, r, word, word * 4 + before, KEYS);
+    }
+}
+// What lies as words of rows that begin anywhere, to where it belongs.
+__device__ inline void shift_mask(Shared& sh, const MaskRows& of) {
+    using Lane = MaskLane<4>;
+    const Lane lane;
+    constexpr int AT_ONCE = 2;  // rows, whose words are under way together
+    const auto at = [&](int first, int k, int n) { return (u32*)(sh.mask[0] + Lane::of_row(first, k) + n * (BM * 128)); };
+    int to = mask_place(lane.down, lane.across * 4);
+    u32 bits = (u32)(u64)(of.at + lane.down * of.step) * (0u - 8);  // before whole words, to a multiple of 32
+#pragma unroll 1
+    for (int r = 0; r < of.inside_rows; r += Lane::ROWS, to += Lane::ROWS * 128) {
+        // Addresses are computed where they are used: eight of them would take as many registers.
+        const int here = opaque(to);
+#pragma unroll
+        for (int k = 0; k < 8; k += AT_ONCE) {
+            u32 words[AT_ONCE][Lane::EACH], before[AT_ONCE][Lane::EACH];
+#pragma unroll
+            for (int m = 0; m < AT_ONCE * Lane::EACH; m++) words[m / Lane::EACH][m % Lane::EACH] = *at(here, k + m / Lane::EACH, m % Lane::EACH);
+#pragma unroll
+            for (int m = 0; m < AT_ONCE * Lane::EACH; m++)
+                before[m / Lane::EACH][m % Lane::EACH] = __shfl_sync(~0u, words[m / Lane::EACH][m % Lane::EACH], lane.across + Lane::ACROSS - 1 & Lane::ACROSS - 1, Lane::ACROSS);
+#pragma unroll
+            for (int row = 0; row < AT_ONCE; row++, bits -= (u32)of.step * (8 * Lane::DOWN))
+#pragma unroll
+                for (int n = 0; n < Lane::EACH; n++) {
+                    const u32 of_box_before = before[row][(n + Lane::EACH - 1) % Lane::EACH];
+                    *at(here, k + row, n) = __funnelshift_l(lane.across == 0 ? of_box_before : before[row][n], words[row][n], bits);
                 }
-            }
         }
     }
-    if constexpr (UNIT >= 4) mbarrier_arrive_behind_copies(sh.mask_full);
-    else mbarrier_arrive(sh.mask_full);
+}
+// Where keys do not lie side by side: each by itself, through registers.
+__device__ inline void gather_mask(const Params& p, Shared& sh, const MaskRows& of) {
+    using Stored = StoredKey<MASK_KEY_BYTES>::Type;
+    constexpr int AT_ONCE = 4;
+    const i64 key_step = MASK_KEY_BYTES * p.mask_stride[3];
+#pragma unroll 1
+    for (int o = opaque((int)threadIdx.x) % 32 * MASK_KEY_BYTES; o < BN * MASK_KEY_BYTES; o += 32 * MASK_KEY_BYTES) {
+        const u8* from = of.at + o / MASK_KEY_BYTES * key_step;
+#pragma unroll 1
+        for (int r = 0; r < of.inside_rows; r += AT_ONCE) {
+            Stored stored[AT_ONCE];
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++, from += of.step) stored[n] = r + n < of.inside_rows && o < of.bytes ? *(const Stored*)from : (Stored)0;
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++)
+                if (r + n < of.inside_rows) *(Stored*)(sh.mask[0] + mask_place(r + n, o)) = stored[n];
+        }
+    }
+}
+__device__ inline void load_mask_by_warp(const BackwardHopperParams& h, Shared& sh, int batch, int head, int i0, int j0) {
+    const Params& p = h.b.all;
+    const MaskRows of(p, batch, head, i0, j0);
+    clear_mask(sh, of);
+    const bool is_shifted = h.mask_unit == 4 && (of.before_words(0) | (u32)of.step % 4) != 0;
+    if (h.mask_unit == 8) {
+        copy_mask<8, false>(sh, of);
+    } else if (is_shifted) {
+        copy_mask<4, true>(sh, of);
+    } else if (h.mask_unit == 4) {
+        copy_mask<4, false>(sh, of);
+    } else {
+        gather_mask(p, sh, of);
+    }
+    // What was stored is there for those who wait only when the thread itself arrives.
+    if (h.mask_unit >= 4 && !is_shifted && of.inside_rows == of.rows) return mbarrier_arrive_behind_copies(sh.mask_full);
+    cp_async_commit();
+    if (is_shifted) copy_ends(sh, of);
+    cp_async_wait<0>();
+    __syncwarp();
+    if (is_shifted) shift_mask(sh, of);
+    mbarrier_arrive(sh.mask_full);
 }
 #endif
 #endif
@@ -368,9 +491,7 @@ __device__ inline void produce_mask(const BackwardHopperParams& h, Shared& sh) {
             for (int n = 0; n < item.tiles; n++, done++) {
                 const int i0 = (item.first_tile + n * step_of(h.items, item)) * BM, j0 = item.tile * BN, of = item.kv_head * p.group + opaque(head);
                 mbarrier_wait(sh.mask_empty, done & 1 ^ 1);
-                if (h.mask_unit == 8) load_mask_by_warp<8>(p, sh, item.batch, of, i0, j0);
-                else if (h.mask_unit == 4) load_mask_by_warp<4>(p, sh, item.batch, of, i0, j0);
-                else load_mask_by_warp<MASK_KEY_BYTES>(p, sh, item.batch, of, i0, j0);
+                load_mask_by_warp(h, sh, item.batch, of, i0, j0);
             }
         }
         __syncwarp();

@@ -28,19 +28,33 @@ struct BiasTile<ROWS, COLUMNS, false> {
 };
 #endif
 
-// Batch entries batch .. entries, heads head .. heads, tiles of ROWS queries from query on, and tiles of COLUMNS keys from key on.
+// A tile of ROWS queries and COLUMNS keys, and which summands of it a block adds up: with few tiles several blocks sum parts of each, in
+// b.mask_sums, and backward_mask.cu adds those. A summand has one batch entry, one head and one tile of queries, and all tiles of keys from key to key_end.
 template <int ROWS, int COLUMNS>
 struct SummedTile {
-    int batch, entries, head, heads, query, query_end, key, key_end;
+    int batch, head, query, key, key_end;  // first ones along a size of 1
+    u32 heads, queries;                    // so many of a batch entry, and of a head
+    u32 first, end;                        // summands of the block
     __device__ SummedTile(const BackwardParams& b, u32 block) {
         const Params& p = b.all;
         const int* size = b.d_mask_size;
+        const u32 parts = (u32)b.mask_parts, tile = block / parts, part = block - tile * parts;
         const int query_tiles = (p.q_len + ROWS - 1) / ROWS, key_tiles = (p.kv_len + COLUMNS - 1) / COLUMNS;
         const int rows = size[2] == 1 ? 1 : query_tiles, columns = size[3] == 1 ? 1 : key_tiles;
-        key = block % columns, query = block / columns % rows;
-        head = block / columns / rows % size[1], batch = block / columns / rows / size[1];
-        heads = size[1] == 1 ? p.heads : head + 1, entries = size[0] == 1 ? b.batch : batch + 1;
-        query_end = size[2] == 1 ? query_tiles : query + 1, key_end = size[3] == 1 ? key_tiles : key + 1;
+        key = tile % columns, query = tile / columns % rows;
+        head = tile / columns / rows % size[1], batch = tile / columns / rows / size[1];
+        heads = size[1] == 1 ? p.heads : 1, queries = size[2] == 1 ? query_tiles : 1;
+        key_end = size[3] == 1 ? key_tiles : key + 1;
+        const u32 summands = (size[0] == 1 ? b.batch : 1) * heads * queries, least = summands / parts, more = summands % parts;
+        first = part * least + min(part, more), end = first + least + (part < more);
+    }
+    struct Summand {
+        int batch, head, query;
+    };
+    // Batch entries outermost, tiles of queries innermost.
+    __device__ Summand at(u32 n) const {
+        const u32 of_heads = n / queries, of_batches = of_heads / heads;
+        return {batch + (int)of_batches, head + (int)(of_heads - of_batches * heads), query + (int)(n - of_heads * queries)};
     }
 #if MASK == ADDITIVE_MASK
     // Reads biases; zeros beyond the mask.
@@ -54,24 +68,34 @@ struct SummedTile {
         }
     }
 #endif
+    // Where the numbers of a block's part begin.
+    __device__ static Acc* part_of(const BackwardParams& b, u32 block) { return (Acc*)b.mask_sums + (i64)block * (ROWS * COLUMNS); }
+    __device__ static bool is_row(const BackwardParams& b) { return b.d_mask_size[2] == 1; }
+    __device__ static bool is_column(const BackwardParams& b) { return b.d_mask_size[3] == 1; }
+    // Whether the gradient has a number of the tile's row r and column c.
+    __device__ bool has(const BackwardParams& b, int r, int c) const {
+        const int rows = is_row(b) ? 1 : b.d_mask_size[2] - query * ROWS, columns = is_column(b) ? 1 : b.d_mask_size[3] - key * COLUMNS;
+        return r < rows && c < columns;
+    }
+    __device__ void store_number(const BackwardParams& b, int r, int c, Acc sum) const {
+        const i64 row = row_offset(b.d_mask_stride, batch, head, query * ROWS + r);
+        store_as(b.d_mask, MASK_DTYPE, row + (key * COLUMNS + c) * b.d_mask_stride[3], sum);
+    }
     // Writes sums of pairs, of row r and column c `at(r, c)`: of a size of 1, all of them in order.
     template <int THREADS, class At>
     __device__ void store(const BackwardParams& b, At at) const {
-        const int* size = b.d_mask_size;
-        const i64 first = row_offset(b.d_mask_stride, batch, head, query * ROWS) + key * COLUMNS * b.d_mask_stride[3];
-        const bool is_row = size[2] == 1, is_column = size[3] == 1;
-        const int rows = is_row ? 1 : min(ROWS, size[2] - query * ROWS), columns = is_column ? 1 : min(COLUMNS, size[3] - key * COLUMNS);
 #pragma unroll 4
         for (int n = threadIdx.x; n < ROWS * COLUMNS; n += THREADS) {
             const int r = n / COLUMNS, c = n % COLUMNS;
-            if (r >= rows || c >= columns) continue;
+            if (!has(b, r, c)) continue;
             Acc sum = at(r, c);
-            if (is_row || is_column) {
+            if (is_row(b) || is_column(b)) {
                 sum = 0;
-                for (int row = r; row < (is_row ? ROWS : r + 1); row++)
-                    for (int column = c; column < (is_column ? COLUMNS : c + 1); column++) sum += at(row, column);
+                for (int row = r; row < (is_row(b) ? ROWS : r + 1); row++)
+                    for (int column = c; column < (is_column(b) ? COLUMNS : c + 1); column++) sum += at(row, column);
             }
-            store_as(b.d_mask, MASK_DTYPE, first + r * b.d_mask_stride[2] + c * b.d_mask_stride[3], sum);
+            if (b.mask_parts > 1) part_of(b, blockIdx.x)[n] = sum;
+            else store_number(b, r, c, sum);
         }
     }
 };

@@ -30,10 +30,12 @@ struct BackwardParams {
     float *log2_lse, *dq_sums;
     u32* zeroed;
     void* key_tiles;
+    void* mask_sums;  // of a mask's gradient of several parts: their tiles (mask_tile.cuh)
     i64 d_o_stride[4], dq_stride[4], dk_stride[4], dv_stride[4], d_mask_stride[4], d_lse_stride[3], d_sinks_stride;
     int d_mask_size[4];                 // 1 where it is a sum
     const int *offsets_q, *offsets_kv;  // where sequences begin that lie one after another
     i64 offsets_q_step, offsets_kv_step;
+    i64 mask_parts;                     // blocks that sum a tile of a mask's gradient
     int sequences, bottom_right;
     int batch, kv_heads, units;         // units: blocks of own rows of a head
     int dq_pairs, dk_pairs, dv_pairs;   // whether rows of a gradient can be written two elements at a time

@@ -128,8 +128,6 @@ __device__ inline void cp_async_zfill(u32 to, const void* from, bool inside) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(inside ? BYTES : 0));
     }
 }
-// Brings the line of an address to the multiprocessor's own cache.
-__device__ inline void prefetch_l1(const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
 // BYTES (4 or 8), of which the first `inside` are read and the others are zeros.
 template <int BYTES>
 __device__ inline void cp_async_part(u32 to, const void* from, int inside) {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! rows      delta of each row, and what its probabilities are recomputed from       into the workspace
-//! keys      dk and dv        queries   dq        mask   d_mask        sinks   d_sinks
+//! keys      dk and dv        queries   dq        mask   d_mask, or where its tiles are few parts of it; then mask parts        sinks   d_sinks
 //! together  in place of keys and queries: dk, dv and parts of dq; then parts (dq), begun beside it
 //! again     keys and queries once more, of heads that were noted: behind together, and behind each of float32 on compute capability 9.0
 //! ```
@@ -37,6 +37,13 @@ pub(crate) struct HopperPass {
     pub(crate) loaded: [Option<TmaTensor>; 5],
     /// Bytes of a mask's row that a warp copies at a time, where TMA does not load it.
     pub(crate) mask_unit: usize,
+}
+
+/// In how many parts the tiles of a mask's gradient are summed, and where in the workspace the sums of these lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MaskParts {
+    pub(crate) parts: usize,
+    pub(crate) at: usize,
 }
 
 /// The one parameter of a launch.
@@ -75,6 +82,7 @@ pub struct BackwardLaunch {
     pub(crate) hopper: Option<Box<HopperPass>>,
     /// Where heads are noted that are computed again.
     pub(crate) noting: Option<NotingWorkspace>,
+    pub(crate) mask_parts: MaskParts,
     pub(crate) workspace_bytes: usize,
     pub(crate) cost: Cost,
     pub(crate) multiprocessors: u32,
@@ -136,6 +144,8 @@ impl BackwardLaunch {
         if let Some(hopper) = &self.hopper {
             params = params.with_items(&hopper.items);
         }
+        let MaskParts { parts, at } = self.mask_parts;
+        params = params.with_mask_parts(parts, workspace.address + at);
         let with_function = |of: &PassStep| {
             let PassStep { step, units, again } = *of;
             let params = params.with_units(units).with_again(again);
@@ -194,6 +204,7 @@ const fn writes(pass: Pass) -> &'static str {
         Pass::Keys => "dk and dv, over the queries of a group in their order",
         Pass::Queries => "dq, over keys in their order",
         Pass::Mask => "the gradient of the mask",
+        Pass::MaskParts => "the gradient of the mask, of the sums of its parts",
         Pass::Sinks => "the gradients of the sinks",
         Pass::Together => "dk, dv, and what each tile of keys adds to dq, in one order of keys",
         Pass::Parts => "dq, of the sums of its parts",

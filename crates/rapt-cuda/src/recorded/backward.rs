@@ -127,18 +127,30 @@ fn what_is_not_asked_for_is_not_launched_and_what_the_tensor_cores_do_not_take_i
     let generic = Algorithm::Backward;
     let states = 2 * 6 * 70 * 16;
     let all = Asked { asks: [true; 5], arriving: DType::F32, ..ALL };
-    let (plan, ran) = all.run(&of, states);
-    let expected = [Pass::Rows, Pass::Keys, Pass::Queries, Pass::Mask, Pass::Sinks];
-    assert_eq!((passes(&plan), ran.unwrap().len()), (expected.map(generic).to_vec(), 5));
+    // 12 tiles, six of heads by two of 90 keys, each of two batch entries and two tiles of 70 queries: in four parts of 64 by 64 numbers.
+    let with_parts = states + 12 * 4 * 64 * 64 * 4;
+    let (plan, ran) = all.run(&of, with_parts);
+    let expected = [Pass::Rows, Pass::Keys, Pass::Queries, Pass::Mask, Pass::MaskParts, Pass::Sinks];
+    assert_eq!((passes(&plan), ran.unwrap().len()), (expected.map(generic).to_vec(), 6));
     assert!(plan.explain().to_string().contains("what arrives in the dtype of q"));
-    // The gradient of a mask is a pass of the tensor cores where the others are; of heads and keys, 90 of these in tiles of 64.
-    let (plan, ran) = Asked { asks: [true; 5], ..ALL }.run(&of, states);
+    // The gradient of a mask is a pass of the tensor cores where the others are.
+    let (plan, ran) = Asked { asks: [true; 5], ..ALL }.run(&of, with_parts);
     let mma = Algorithm::BackwardMma;
-    let on_tensor_cores =
-        [generic(Pass::Rows), mma(Pass::Keys), mma(Pass::Queries), mma(Pass::Mask), generic(Pass::Sinks)];
-    assert_eq!(passes(&plan), on_tensor_cores);
-    let Call::Launch { grid, .. } = &ran.unwrap()[3] else { panic!("the fourth call launches") };
-    assert_eq!((grid.blocks, grid.overlaps), (6 * 2, false));
+    let on_tensor_cores = [
+        generic(Pass::Rows),
+        mma(Pass::Keys),
+        mma(Pass::Queries),
+        mma(Pass::Mask),
+        generic(Pass::MaskParts),
+        generic(Pass::Sinks),
+    ];
+    assert_eq!((passes(&plan), plan.workspace_bytes()), (on_tensor_cores.to_vec(), with_parts));
+    let blocks = ran.unwrap().into_iter().map(|call| match call {
+        Call::Launch { grid, .. } => grid.blocks,
+        other => panic!("{other:?}"),
+    });
+    // Of a tile as many blocks as parts, and then as many as 64 * 64 numbers are of 256 threads.
+    assert_eq!(blocks.skip(3).take(2).collect::<Vec<_>>(), [12 * 4, 12 * 16]);
     assert!(plan.explain().to_string().contains("backward_mma mask bfloat16 64/64"), "{}", plan.explain());
     let wide = Asked { head_dim: 300, asks: [false, false, true, false, false], ..ALL };
     let (plan, ran) = wide.run(&of, states);
@@ -209,8 +221,8 @@ fn three_gradients_of_plain_scores_are_one_launch_of_as_many_blocks_as_there_are
 #[test]
 fn a_mask_whose_rows_tma_does_not_take_is_a_warps_and_everything_else_comes_by_tma() {
     let of = Recorded::new(Parts::default(), |_| {});
-    // Heads lie 90 keys apart: 180 bytes of bfloat16, copied 4 at a time, or 90 of booleans, key by key.
-    for (mask, unit) in [(DType::BF16, 4), (DType::Bool, 1)] {
+    // Heads lie 90 keys apart: 180 bytes of bfloat16, or 90 of booleans, copied 4 at a time.
+    for mask in [DType::BF16, DType::Bool] {
         let (plan, ran) = Asked { mask: Some(mask), ..ALL }.run(&of, 1 << 20);
         let launch = plan.launch_plan::<BackwardLaunch>().unwrap();
         let together = launch.variants().find(|variant| variant.algorithm == Algorithm::BackwardHopper).unwrap();
@@ -218,7 +230,7 @@ fn a_mask_whose_rows_tma_does_not_take_is_a_warps_and_everything_else_comes_by_t
         let hopper = launch.hopper.as_ref().unwrap();
         assert_eq!(
             (hopper.loaded.map(|tensor| tensor.is_some()), hopper.mask_unit),
-            ([true, true, true, true, false], unit)
+            ([true, true, true, true, false], 4)
         );
         let encoded = |call: &Call| if let Call::Encode { address, .. } = call { Some(*address) } else { None };
         let addresses: Vec<_> = ran.unwrap().iter().filter_map(encoded).collect();

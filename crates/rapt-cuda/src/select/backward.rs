@@ -15,7 +15,7 @@ use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
 use crate::access::{copied_at_a_time, moves_by};
 use crate::backward::{BackwardParams, HOPPER_TALL_ROWS, HopperItems, NotingWorkspace, state_bytes, tiles_of};
 use crate::launch::Step;
-use crate::launch::backward::{BackwardLaunch, HopperPass, PassStep, WhyNoTensorCores};
+use crate::launch::backward::{BackwardLaunch, HopperPass, MaskParts, PassStep, WhyNoTensorCores};
 use crate::params::Params;
 use crate::partition::Partition;
 use crate::tensor_map::TmaTensor;
@@ -31,6 +31,8 @@ const HOPPER_WIDE_DIM: usize = 256;
 const HALVES_TILE: (u32, u32) = (128, 64);
 /// Rows of a block of backward_rows.cu.
 const ROWS_OF_BLOCK: usize = 64;
+/// Blocks that are to sum the gradient of a mask, where its tiles are fewer: four to each of a large device's multiprocessors.
+const MASK_BLOCKS: usize = 512;
 /// Blocks to a multiprocessor that look for heads to be computed again.
 const AGAIN_BLOCKS: usize = 2;
 
@@ -153,6 +155,28 @@ fn loaded(spec: &BackwardSpec, [rows, keys]: [usize; 2]) -> [Option<TmaTensor>; 
     [of(&forward.q, rows), of(&forward.k, keys), of(&forward.v, keys), of(spec.d_o(), rows), mask]
 }
 
+/// Adds a launch, unless it has no block.
+fn push(steps: &mut Vec<PassStep>, variant: KernelVariant, units: usize, blocks: usize, again: usize) -> Result<()> {
+    if blocks.max(again) > MOST_BLOCKS {
+        return Err(too_many_blocks(blocks.max(again)));
+    }
+    if blocks > 0 {
+        steps.push(PassStep { step: Step::new(variant, blocks), units, again });
+    }
+    Ok(())
+}
+
+fn product(factors: &[usize]) -> usize {
+    factors.iter().copied().fold(1, usize::saturating_mul)
+}
+
+/// What backward_hopper.cu takes besides.
+fn hopper_pass(spec: &BackwardSpec, variant: &KernelVariant, items: HopperItems) -> HopperPass {
+    let loaded = if variant.loads == Loads::ByElement { [None; 5] } else { loaded(spec, tile_of(variant)) };
+    let by_warp = spec.forward().mask.as_ref().filter(|_| variant.loads == Loads::TmaButMask);
+    HopperPass { items, loaded, mask_unit: by_warp.map_or(0, copied_at_a_time) }
+}
+
 /// Rows of queries and keys of a tile.
 fn tile_of(variant: &KernelVariant) -> [usize; 2] {
     [variant.block_m as usize, variant.block_n as usize]
@@ -178,31 +202,26 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         ..KernelVariant::backward(caps.arch, storage, mask, pass)
     };
     let why = on_tensor_cores(spec).err();
-    let product = |factors: &[usize]| factors.iter().copied().fold(1usize, usize::saturating_mul);
     let rows = product(&[forward.batch(), forward.num_q_heads(), forward.q_len()]);
-    let columns = generic_columns(storage) as usize;
-    let chunks = |of: Option<&TensorSpec<4>>| of.map_or(0, |of| of.shape[3].div_ceil(columns));
+    let chunks =
+        |of: Option<&TensorSpec<4>>| of.map_or(0, |of| of.shape[3].div_ceil(generic_columns(storage) as usize));
     let mut steps = Vec::new();
-    let mut push = |variant: KernelVariant, units: usize, blocks: usize, again: usize| {
-        if blocks.max(again) > MOST_BLOCKS {
-            return Err(too_many_blocks(blocks.max(again)));
-        }
-        if blocks > 0 {
-            steps.push(PassStep { step: Step::new(variant, blocks), units, again });
-        }
-        Ok(())
-    };
     let multiprocessors = caps.multiprocessors.max(1) as usize;
     let together = hopper(spec, caps);
     let matrices = forward.batch().saturating_mul(forward.num_q_heads());
     let row_blocks = row_blocks(forward, together);
-    push(of_rows(generic(Pass::Rows), together), row_blocks, matrices.saturating_mul(row_blocks), 0)?;
+    push(&mut steps, of_rows(generic(Pass::Rows), together), row_blocks, matrices.saturating_mul(row_blocks), 0)?;
     let items = together.map(|variant| HopperItems::new(spec, variant.block_n as usize, multiprocessors));
     if let Some((variant, items)) = together.zip(items) {
-        push(variant, 0, items.count().min(multiprocessors), 0)?;
-        let KernelVariant { dims, natural, .. } = variant;
-        let parts = KernelVariant { dims, natural, block_m: rows_of_parts(&variant), ..generic(Pass::Parts) };
-        push(parts, 0, matrices.saturating_mul(padded_rows(forward, &variant) / parts.block_m as usize), 0)?;
+        push(&mut steps, variant, 0, items.count().min(multiprocessors), 0)?;
+        let parts = of_parts(generic(Pass::Parts), &variant);
+        push(
+            &mut steps,
+            parts,
+            0,
+            matrices.saturating_mul(padded_rows(forward, &variant) / parts.block_m as usize),
+            0,
+        )?;
     }
     let passes = [
         (Pass::Keys, Pass::KeysAgain, chunks(spec.dk()) + chunks(spec.dv()), forward.kv_len(), forward.num_kv_heads()),
@@ -222,21 +241,26 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         let by_halves = halves(spec, caps, pass);
         if let Some(variant) = by_halves {
             let (units, blocks) = blocks_of(&variant);
-            push(variant, units, blocks, 0)?;
+            push(&mut steps, variant, units, blocks, 0)?;
         }
         if together.is_some() || by_halves.is_some() {
             let variant = KernelVariant { algorithm: Algorithm::BackwardMma(again), ..variant };
-            push(variant, units, blocks.min(AGAIN_BLOCKS * multiprocessors), blocks)?;
+            push(&mut steps, variant, units, blocks.min(AGAIN_BLOCKS * multiprocessors), blocks)?;
         } else {
-            push(variant, units, blocks, 0)?;
+            push(&mut steps, variant, units, blocks, 0)?;
         }
     }
-    if let Some(of) = spec.d_mask() {
+    let mask_tiles = spec.d_mask().map(|of| {
         let variant = if why.is_none() { mma(spec, caps, Pass::Mask) } else { generic(Pass::Mask) };
-        push(variant, 0, product(&tiles_of_mask(of, &variant)), 0)?;
+        (variant, MaskTiles::new(spec, of, &variant))
+    });
+    if let Some((variant, tiles)) = mask_tiles {
+        tiles
+            .launches(variant, generic(Pass::MaskParts))
+            .try_for_each(|(variant, blocks)| push(&mut steps, variant, 0, blocks, 0))?;
     }
     if spec.d_sinks().is_some() {
-        push(generic(Pass::Sinks), 0, forward.num_q_heads(), 0)?;
+        push(&mut steps, generic(Pass::Sinks), 0, forward.num_q_heads(), 0)?;
     }
     // Only the pass of rows: nothing reads what it leaves.
     if steps.len() == 1 && steps[0].step.variant.algorithm.pass() == Some(Pass::Rows) {
@@ -244,13 +268,11 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     }
     let all = Params::new(forward, &whole(spec), widths(forward, &generic(Pass::Rows)));
     let states = rows.saturating_mul(state_bytes(forward.numerics.accumulation.size_bytes()));
-    let hopper = together.zip(items).filter(|_| !steps.is_empty()).map(|(variant, items)| {
-        let loaded = if variant.loads == Loads::ByElement { [None; 5] } else { loaded(spec, tile_of(&variant)) };
-        let by_warp = forward.mask.as_ref().filter(|_| variant.loads == Loads::TmaButMask);
-        Box::new(HopperPass { items, loaded, mask_unit: by_warp.map_or(0, copied_at_a_time) })
-    });
+    let hopper = together.zip(items).filter(|_| !steps.is_empty());
+    let hopper = hopper.map(|(variant, items)| Box::new(hopper_pass(spec, &variant, items)));
     let noting = noting(spec, &steps, together, states);
-    let workspace_bytes = noting.as_ref().map_or(states, |noting| noting.bytes);
+    let noted = noting.as_ref().map_or(states, |noting| noting.bytes);
+    let (mask_parts, workspace_bytes) = MaskTiles::behind(mask_tiles.map(|(_, tiles)| tiles), spec, noted);
     Ok(BackwardLaunch {
         workspace_bytes: if steps.is_empty() { 0 } else { workspace_bytes },
         cost: cost_of(spec, caps, why.is_none(), scores_of(&steps)),
@@ -258,16 +280,56 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         params: BackwardParams::new(spec, all),
         hopper,
         noting,
+        mask_parts,
         multiprocessors: caps.multiprocessors,
         why,
     })
 }
 
-/// Tiles of the gradient of a mask: one along a size of 1.
-fn tiles_of_mask(of: &TensorSpec<4>, variant: &KernelVariant) -> [usize; 4] {
-    let tiles = |n: usize, tile: u32| if n == 1 { 1 } else { n.div_ceil(tile as usize) };
-    let [batch, heads, queries, keys] = of.shape;
-    [batch, heads, tiles(queries, variant.block_m), tiles(keys, variant.block_n)]
+/// Tiles of the gradient of a mask, one along a size of 1; in how many parts each is summed, and how many numbers it has.
+#[derive(Clone, Copy)]
+struct MaskTiles {
+    count: usize,
+    parts: usize,
+    numbers: usize,
+}
+
+impl MaskTiles {
+    /// Where there are few tiles, as many parts of each as give each block something to sum. They follow from the problem alone, and not from the device:
+    /// the bits of the gradient follow from them.
+    fn new(spec: &BackwardSpec, of: &TensorSpec<4>, variant: &KernelVariant) -> Self {
+        let forward = spec.forward();
+        let [rows, keys] = tile_of(variant);
+        let [batch, heads, queries, columns] = of.shape;
+        let tiles = |n: usize, tile: usize| if n == 1 { 1 } else { n.div_ceil(tile) };
+        let count = product(&[batch, heads, tiles(queries, rows), tiles(columns, keys)]);
+        let summed = |size: usize, n: usize| if size == 1 { n } else { 1 };
+        let query_tiles = forward.q_len().div_ceil(rows);
+        let entries = summed(batch, forward.batch());
+        let summands = product(&[entries, summed(heads, forward.num_q_heads()), summed(queries, query_tiles)]);
+        let parts = (MASK_BLOCKS / count.max(1)).min(summands).max(1);
+        MaskTiles { count, parts, numbers: rows * keys }
+    }
+
+    /// Kernels and their blocks: a tile's parts, and with several of these their sums.
+    fn launches(self, parts: KernelVariant, sums: KernelVariant) -> impl Iterator<Item = (KernelVariant, usize)> {
+        let sums = KernelVariant { block_m: parts.block_m, block_n: parts.block_n, ..sums };
+        let blocks = self.count.saturating_mul(self.numbers) / sums.threads() as usize;
+        let of_sums = (self.parts > 1).then_some((sums, blocks));
+        std::iter::once((parts, self.count.saturating_mul(self.parts))).chain(of_sums)
+    }
+
+    /// Where the sums of parts lie behind `noted` bytes of a workspace, and how long that is with them.
+    fn behind(tiles: Option<Self>, spec: &BackwardSpec, noted: usize) -> (MaskParts, usize) {
+        let at = noted.next_multiple_of(16);
+        match tiles {
+            Some(MaskTiles { count, parts, numbers }) if parts > 1 => {
+                let size = spec.forward().numerics.accumulation.size_bytes();
+                (MaskParts { parts, at }, at.saturating_add(count * parts * numbers * size))
+            }
+            _ => (MaskParts { parts: 1, at }, noted),
+        }
+    }
 }
 
 /// The variant of the pass over rows: those of sequences lie in tiles of `together`, which reads them.
@@ -278,6 +340,12 @@ fn of_rows(rows: KernelVariant, together: Option<KernelVariant>) -> KernelVarian
         }
         _ => rows,
     }
+}
+
+/// The variant of the pass that makes rows of the sums of dq that `together` leaves.
+fn of_parts(parts: KernelVariant, together: &KernelVariant) -> KernelVariant {
+    let KernelVariant { dims, natural, .. } = *together;
+    KernelVariant { dims, natural, block_m: rows_of_parts(together), ..parts }
 }
 
 /// Blocks of the pass over the rows of a head, those that a tile of queries of `together` has beyond the last among them.

@@ -78,6 +78,8 @@ pub enum Pass {
     KeysAgain = 7,
     /// dq of such heads.
     QueriesAgain = 8,
+    /// The gradient of a mask, of the parts of its tiles.
+    MaskParts = 9,
 }
 
 impl Pass {
@@ -92,6 +94,7 @@ impl Pass {
             Pass::Parts => "parts",
             Pass::KeysAgain => "keys again",
             Pass::QueriesAgain => "queries again",
+            Pass::MaskParts => "mask parts",
         }
     }
 }
@@ -409,6 +412,7 @@ impl KernelVariant {
             Algorithm::DeviationEnd => "deviation_end.cu",
             Algorithm::Backward(Pass::Rows | Pass::Sinks) => "backward_rows.cu",
             Algorithm::Backward(Pass::Parts) => "backward_parts.cu",
+            Algorithm::Backward(Pass::MaskParts) => "backward_mask.cu",
             Algorithm::Backward(_) => "backward.cu",
             Algorithm::BackwardHopper if self.has_halves() => "backward_hopper_wide.cu",
             Algorithm::BackwardHopper => "backward_hopper.cu",

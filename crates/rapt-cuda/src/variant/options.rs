@@ -200,7 +200,7 @@ impl KernelVariant {
             options.define("DQ_TURNED", u32::from(self.turns_dq()));
             options.define("BLOCK_M", self.backward_block_m() as u32);
             options.define("BLOCK_N", self.backward_block_n() as u32);
-        } else if pass == Pass::Rows && self.sequences == Sequences::Varlen {
+        } else if pass == Pass::MaskParts || (pass == Pass::Rows && self.sequences == Sequences::Varlen) {
             options.define("BLOCK_M", self.block_m);
             options.define("BLOCK_N", self.block_n);
         } else if !matches!(pass, Pass::Rows | Pass::Sinks) {

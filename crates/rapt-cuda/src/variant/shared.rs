@@ -104,7 +104,10 @@ impl KernelVariant {
             Algorithm::HopperF32 => self.hopper_f32_bytes(),
             Algorithm::Wide => self.wide_bytes(),
             Algorithm::Latent => self.latent_bytes(),
-            Algorithm::Combine | Algorithm::Append | Algorithm::Varlen | Algorithm::Backward(Pass::Rows) => 0,
+            Algorithm::Combine
+            | Algorithm::Append
+            | Algorithm::Varlen
+            | Algorithm::Backward(Pass::Rows | Pass::MaskParts) => 0,
             // Sums of the warps.
             Algorithm::Backward(Pass::Sinks) => 8 * 8,
             // Rows of dq, padded by a unit.
