@@ -9,6 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use rapt_core::{Format, swizzle};
 use rapt_layout::Swizzle;
@@ -17,16 +18,22 @@ use rapt_layout::atlas::{Atom, Map};
 /// A head dim whose rows are swizzled, and one whose rows are padded.
 const HEAD_DIMS: [i64; 2] = [128, 80];
 
-/// Compiles the maps for a head dim; each test has its own program, so that tests may run at once.
-fn program(test: &str, head_dim: i64) -> PathBuf {
-    compiled(test, head_dim, 800)
+/// The maps of a head dim as a program.
+fn program(head_dim: i64) -> PathBuf {
+    compiled(head_dim, 800)
 }
 
-/// The same as a compute capability, times a hundred, has them.
-fn compiled(test: &str, head_dim: i64, arch: u32) -> PathBuf {
+/// The same as a compute capability, times a hundred, has them: compiled once for all tests.
+fn compiled(head_dim: i64, arch: u32) -> PathBuf {
+    static PROGRAMS: Mutex<BTreeMap<(i64, u32), PathBuf>> = Mutex::new(BTreeMap::new());
+    let mut programs = PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
+    programs.entry((head_dim, arch)).or_insert_with(|| compile(head_dim, arch)).clone()
+}
+
+fn compile(head_dim: i64, arch: u32) -> PathBuf {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (host, kernels) = (own.join("tests/host"), own.join("kernels"));
-    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("maps-{test}-{head_dim}"));
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("maps-{head_dim}-{arch}"));
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
     let mut command = Command::new(&compiler);
     // The folder of the stand-ins comes first: files of theirs are taken in place of the kernels'.
@@ -51,7 +58,7 @@ fn printed(program: &Path, map: &str) -> Vec<Vec<i64>> {
 }
 
 fn map(name: &str) -> Vec<Vec<i64>> {
-    printed(&program(name, HEAD_DIMS[0]), name)
+    printed(&program(HEAD_DIMS[0]), name)
 }
 
 fn registers(name: &str) -> (rapt_layout::Layout, i64, i64, i64) {
@@ -102,7 +109,7 @@ fn a_threads_scores_are_the_accumulators_of_wgmma_and_mma() {
 
 #[test]
 fn packed_scores_are_the_operand_of_the_next_product() {
-    let program = program("operand", HEAD_DIMS[0]);
+    let program = program(HEAD_DIMS[0]);
     let sums = Sums::read(&program);
     for (name, warps) in [("wgmma.m64n8k16.bf16.a", 4), ("mma.m16n8k16.bf16.a", 1)] {
         let (tv, threads, values, rows) = registers(name);
@@ -163,7 +170,7 @@ fn bytes_of_box(program: &Path) -> BTreeMap<(i64, i64), i64> {
 #[test]
 fn sums_leave_registers_for_the_boxes_that_are_written_out() {
     let (tv, values, rows) = stored_by_four("stmatrix.x4");
-    let program = program("stmatrix", HEAD_DIMS[0]);
+    let program = program(HEAD_DIMS[0]);
     let sums = Sums::read(&program);
     let swizzled = bytes_of_box(&program);
     let address: BTreeMap<(i64, i64, i64), i64> =
@@ -196,7 +203,7 @@ fn sums_leave_registers_for_the_boxes_that_are_written_out() {
 #[test]
 fn sums_leave_registers_turned() {
     let (tv, values, rows) = stored_by_four("stmatrix.x4.trans");
-    let program = program("turned", HEAD_DIMS[0]);
+    let program = program(HEAD_DIMS[0]);
     let sums = Sums::read(&program);
     let swizzled = bytes_of_box(&program);
     let address: BTreeMap<(i64, i64), i64> =
@@ -217,7 +224,7 @@ fn sums_leave_registers_turned() {
 
 #[test]
 fn biases_lie_as_tma_swizzles_them_and_are_loaded_as_the_scores_lie() {
-    let program = program("biases", HEAD_DIMS[0]);
+    let program = program(HEAD_DIMS[0]);
     let sums = Sums::read(&program);
     let (matrices, lanes, values, rows) = registers("ldmatrix.x4");
     assert_eq!((lanes, values, rows), (32, 8, 8));
@@ -249,7 +256,7 @@ fn biases_lie_as_tma_swizzles_them_and_are_loaded_as_the_scores_lie() {
 
 #[test]
 fn a_row_of_booleans_becomes_a_word_for_each_lane_of_a_quad() {
-    let program = program("seen", HEAD_DIMS[0]);
+    let program = program(HEAD_DIMS[0]);
     let sums = Sums::read(&program);
     for line in printed(&program, "seen") {
         let (keys, bits) = line.split_at(128);
@@ -272,7 +279,7 @@ fn elements_of_tile(program: &Path) -> BTreeMap<i64, (i64, i64)> {
 #[test]
 fn cp_async_puts_every_element_where_ldmatrix_reads_it_from_distinct_banks() {
     for head_dim in HEAD_DIMS {
-        let program = program("load", head_dim);
+        let program = program(head_dim);
         let tile = elements_of_tile(&program);
         let mut loaded = BTreeSet::new();
         for line in printed(&program, "load") {
@@ -300,7 +307,7 @@ fn each_product_of_q_and_k_has_the_operands_of_its_rows_keys_and_columns() {
     let (b, _, b_values, b_rows) = registers("mma.m16n8k16.bf16.b");
     assert_eq!((lanes, values, a_values, b_values), (32, 8, 8, 4));
     for head_dim in HEAD_DIMS {
-        let program = program("multiply", head_dim);
+        let program = program(head_dim);
         let tile = elements_of_tile(&program);
         // k lies behind 16 rows of q, as row 16 lies behind 16 rows; its units are in their order.
         let (q_bytes, _) = tile.iter().find(|(_, element)| **element == (16, 0)).unwrap();
@@ -363,7 +370,7 @@ fn swizzled_factors_are_read_where_they_stand() {
 #[test]
 fn eight_codes_become_their_numbers_in_their_order() {
     for arch in [800, 890] {
-        let program = compiled(&format!("numbers{arch}"), HEAD_DIMS[0], arch);
+        let program = compiled(HEAD_DIMS[0], arch);
         let mut seen: BTreeMap<[i64; 4], BTreeSet<i64>> = BTreeMap::new();
         for line in printed(&program, "numbers") {
             let [kind, half, zero_point, column, code, bits] = line[..] else { panic!("six numbers") };
@@ -387,7 +394,7 @@ fn codes_are_multiplied_as_their_numbers_each_once() {
     let kinds = KINDS;
     // By bits in their place, and as compute capability 8.9 converts e4m3fn.
     for arch in [800, 890] {
-        let program = compiled(&format!("codes{arch}"), HEAD_DIMS[0], arch);
+        let program = compiled(HEAD_DIMS[0], arch);
         let mut tiles: BTreeMap<[i64; 5], BTreeSet<(i64, i64)>> = BTreeMap::new();
         for line in printed(&program, "codes") {
             let [side, operand, kind, dim, run, row, column, code, bits] = line[..] else { panic!("nine numbers") };

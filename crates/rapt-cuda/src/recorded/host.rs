@@ -97,7 +97,7 @@ impl Compiler for HostCompiler {
         command.args([
             "-std=c++17",
             "-U_FORTIFY_SOURCE",
-            "-O1",
+            "-O0",
             "-ffp-contract=off",
             "-shared",
             "-fPIC",

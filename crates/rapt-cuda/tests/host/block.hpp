@@ -11,13 +11,10 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <vector>
 
 #define __device__
@@ -41,7 +38,7 @@ struct Copy {
 struct Thread {
     ucontext_t context;
     jmp_buf at;
-    std::unique_ptr<char[]> stack;
+    char* stack;  // as long as the program runs
     bool begun, done;
     std::vector<Copy> copies;
     int groups;  // of copies, committed so far

@@ -31,9 +31,9 @@ extern "C" bool launch(const void* bytes, unsigned blocks, int block_threads) {
         for (Together& warp : warps) warp = {0, 0, WARP};
         for (int at = 0; at < count; at++) {
             Thread& thread = threads[at];
-            if (!thread.stack) thread.stack.reset(new char[STACK]);
+            if (!thread.stack) thread.stack = new char[STACK];
             getcontext(&thread.context);
-            thread.context.uc_stack.ss_sp = thread.stack.get(), thread.context.uc_stack.ss_size = STACK;
+            thread.context.uc_stack.ss_sp = thread.stack, thread.context.uc_stack.ss_size = STACK;
             thread.context.uc_link = nullptr;
             thread.begun = thread.done = false, thread.copies.clear(), thread.groups = 0;
             makecontext(&thread.context, body, 0);
