@@ -443,7 +443,10 @@ pub(crate) unsafe fn rounds(rounds: usize, x: f32, y: f32) -> f32 {
     c.iter().sum()
 }
 
-/// As the module says; by the fused products of a processor that has them, as a call for each product takes ten times as long.
+/// As the module says; by the fused products of a processor that has them, as calls for each took most of a test's time.
+///
+/// # Safety
+/// As of [`multiply`].
 #[inline(never)]
 unsafe fn by_model<const R: usize, const C: usize>(operands: &Operands) {
     #[target_feature(enable = "avx2,fma")]
@@ -456,13 +459,17 @@ unsafe fn by_model<const R: usize, const C: usize>(operands: &Operands) {
     unsafe { if has_fused { fused::<R, C>(operands) } else { in_order::<R, C>(operands) } }
 }
 
+/// Row by row of each tile, all columns at once.
+///
+/// # Safety
+/// As of [`multiply`].
 #[inline(always)]
 unsafe fn in_order<const R: usize, const C: usize>(operands: &Operands) {
     let Operands { a, b, c, steps, parts, from_zero } = *operands;
     let halves = |pair: u32| [pair << 16, pair & 0xFFFF_0000].map(|bits| normal(f32::from_bits(bits)));
     for (i, j, row) in (0..R).flat_map(|i| (0..C).flat_map(move |j| (0..SIDE).map(move |row| (i, j, row)))) {
         let place = c.ptr.wrapping_add(i * c.next + j * c.along + row * c.row).cast::<[f32; SIDE]>();
-        // SAFETY: the caller vouches for these elements.
+        // SAFETY: `place` has the SIDE sums of a row, which the caller vouches for.
         let mut sums = if from_zero { [0.0; SIDE] } else { unsafe { place.read_unaligned() } };
         for (step, &[of_a, of_b]) in (0..steps).flat_map(|step| parts.pairs().iter().map(move |pair| (step, pair))) {
             let (mut first, mut second) = ([0.0f32; SIDE], [0.0f32; SIDE]);

@@ -31,7 +31,7 @@ const HOPPER_WIDE_DIM: usize = 256;
 const HALVES_TILE: (u32, u32) = (128, 64);
 /// Rows of a block of backward_rows.cu.
 const ROWS_OF_BLOCK: usize = 64;
-/// Blocks that are to sum the gradient of a mask, where its tiles are fewer: four to each of a large device's multiprocessors.
+/// Blocks that are to sum the gradient of a mask, where its tiles are at most half as many: some four to each of a large device's multiprocessors.
 const MASK_BLOCKS: usize = 512;
 /// Blocks to a multiprocessor that look for heads to be computed again.
 const AGAIN_BLOCKS: usize = 2;

@@ -111,6 +111,7 @@ fn gradients_of_masks_on_the_tensor_cores_are_those_of_the_definition() {
         (DType::BF16, DType::F32, [false, true, false, false], 70, None),
         (DType::F16, DType::F16, [false, true, true, true], 70, Some(3.0)),
         (DType::F32, DType::F32, [true, false, false, false], 15, None),
+        (DType::BF16, DType::BF16, [true; 4], 70, None),
     ] {
         let mask = Some(MaskCase { dtype: of_mask, full, rank: 4, lowest: false });
         let case = Case { mask, num_kv_heads: 1, head_dim_v: 24, softcap, ..plain(dtype, [2, 2, q_len, 40], 128) };
