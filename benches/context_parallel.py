@@ -28,7 +28,7 @@ import rapt.distributed
 
 HEADS, HEAD_DIM = 32, 128
 # Rapt's engines: (method, transport).
-WAYS = (("ring", "backend"), ("ring", "copies"), ("all_gather", "backend"), ("ulysses", "backend"), ("ulysses", "copies"))
+WAYS = tuple((method, by) for method in ("ring", "all_gather", "ulysses") for by in ("backend", "copies"))
 
 
 def arguments():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import rapt
 import rapt.distributed as rd
 from rapt.distributed import _mapped, _places
+from rapt.distributed._attention import METHODS
 
 
 def made(attend, leaves, **options):
@@ -26,9 +27,9 @@ def the_bits_of_the_backend(method, dtype=torch.float32):
     """Every option, forward and backward, in memory that grows from call to call, while ranks come late."""
     rank, read = dist.get_rank(), _mapped.Mapped.read
 
-    def late(*args):
-        time.sleep(0.001 * ((rank * 3 + args[1]) % 3))
-        return read(*args)
+    def late(mapped, what, after):
+        time.sleep(0.001 * ((rank * 3 + sum(owner for owner, *_ in what)) % 3))
+        return read(mapped, what, after)
 
     for lengths, order in (("few keys", "zigzag"), ("uneven", "zigzag"), ("others", "contiguous")):
         if lengths not in base.LENGTHS:
@@ -57,7 +58,7 @@ def packed_sequences():
     places = [_places.places(of, "contiguous")[rank] for of in base.LENGTHS["others"]]
     mine = [base.rows(t[0].transpose(0, 1), of, 0) for t, of in zip((q, k, v), (places[0], places[1], places[1]))]
     offsets = [[at * whole.shape[2] // 19 for at in (0, 4, 4, 13, 19)] for whole in (q, k)]
-    for method in ("ring", "ulysses"):
+    for method in METHODS:
         call = functools.partial(rd.varlen_attention, *mine, *offsets, group=group, method=method, causal="bottom_right")
         expected = call(transport="backend")
         for mode in (torch.inference_mode, torch.no_grad):
@@ -72,7 +73,6 @@ def what_cannot_be_copied():
     call = lambda **words: lambda: rd.attention(q, q, q, **words)  # noqa: E731
     base.raises(rapt.OptionError, call(transport="star"), "'backend', 'copies'")
     base.raises(rapt.OptionError, call(transport="backend" if rank == 2 else None), "rank 2", "transport 'backend'")
-    base.raises(rapt.UnsupportedError, call(transport="copies", method="all_gather"), "transport=\"backend\"")
     for told, fragment in (("elsewhere", "several hosts"), (None, "rank 2 can share no memory")):
         with mock.patch.object(_mapped, "host_of", lambda _device, told=told: told if rank == 2 else "here"):
             base.raises(rapt.UnsupportedError, call(transport="copies"), fragment, "transport=\"backend\"")
@@ -88,13 +88,13 @@ def what_cannot_be_copied():
 
 def cases():
     """{name: what runs}."""
-    found = {f"copies give the bits of the backend, {method}": functools.partial(the_bits_of_the_backend, method) for method in ("ring", "ulysses")}
+    found = {f"copies give the bits of the backend, {method}": functools.partial(the_bits_of_the_backend, method) for method in METHODS}
     return found | {"copies of packed sequences": packed_sequences, "what cannot be copied": what_cannot_be_copied}
 
 
 def cases_on_gpus():
     """The same, from GPU to GPU."""
-    ways = (("ring", torch.bfloat16), ("ring", torch.float32), ("ulysses", torch.bfloat16))
+    ways = [*((method, torch.bfloat16) for method in METHODS), ("ring", torch.float32)]
     return {f"copies give the bits of NCCL, {method}, {dtype}": functools.partial(the_bits_of_the_backend, method, dtype) for method, dtype in ways}
 
 

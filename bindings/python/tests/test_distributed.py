@@ -3,8 +3,10 @@
 The processes are forked once, from one that has imported torch, and run every case of distributed_cases.py; RAPT_WHOLE=1 has more lengths and dtypes.
 """
 
+import datetime
 import json
 import os
+import struct
 import sys
 import time
 from pathlib import Path
@@ -81,6 +83,29 @@ def test_distances_of_keys_nearby_are_not_rounded_as_those_of_keys_far_away(monk
                 some = slice(*block)
                 _methods.differentiate(call, rows, some_k, some_v, (block,), slopes, dq, dk[:, :, some], dv[:, :, some], None, q_places=places)
             assert all((got - leaf.grad).norm() <= limit * leaf.grad.norm() for got, leaf in zip((dq, dk, dv), leaves))
+
+
+def test_a_page_is_taken_when_it_is_whole_and_of_this_exchange(tmp_path):
+    from rapt.distributed import _pages
+
+    path = tmp_path / "pages"
+    path.write_bytes(bytes(2 * 2 * _pages.Shared._PLACE))
+    one, other = (_pages.Shared(rank, [os.getpid()] * 2, path, datetime.timedelta(seconds=0.05)) for rank in range(2))
+    # The same text every time: what a place had two exchanges before is not taken for what it will have, nor are pages of zeros.
+    for text in (b"", b"a", b"a", b"a", b"", b"b" * _pages.PAGE):
+        wait = one.begin(text)
+        assert wait() == ([text, None], {1: "Nothing came"})
+        assert other.begin(text)() == ([text, text], {}) == wait()
+    # A part of a page: the number alone, then all but some of its text.
+    wait = one.begin(b"")
+    struct.pack_into("<Q", one.memory, one._place(1), one.number)
+    assert wait() == ([b"", None], {1: "Nothing came"})
+    other.begin(b"whole")
+    at = other._place(1) + _pages.Shared._HEAD.size
+    other.memory[at : at + 1] = b"h"
+    assert wait() == ([b"", None], {1: "Nothing came"})
+    other.memory[at : at + 1] = b"w"
+    assert wait() == ([b"", b"whole"], {})
 
 
 def check(found, name):

@@ -43,7 +43,7 @@ def attention(
     mask: bool or additive, of this rank's rows and the keys of the whole sequence in their order: broadcastable to [batch, num_q_heads, q_len of this rank,
     kv_len of all]. causal, window, scale, softcap, sinks and alibi_slopes mean what they mean for the whole sequence on one device.
     Gradients are those of this rank's inputs; of mask and sinks what this rank's rows give.
-    transport: "backend" (tensors are sent by the group's backend), "copies" (ranks of one host copy them out of memory that all have mapped; not with "all_gather")
+    transport: "backend" (tensors are sent by the group's backend), "copies" (ranks of one host copy them out of memory that all have mapped)
     or None: copies between GPUs of one host where K and V of a rank are 32 MiB and more, else the backend. No bit of an answer depends on it.
 
     A request that differs between ranks, that one of them cannot serve, or that one of them does not make, is an error on every rank.
@@ -145,8 +145,8 @@ def _request(q, k, v, *, method, order, mask, causal, window, softcap, scale, si
         if tensor.dim() not in (3, 4):
             raise ShapeError(f"{name} has {tensor.dim()} dimensions; allowed: 3 or 4. Mend: `{name}.unsqueeze(0)`")
     # Types, sizes and options as one device reads them; a mask is of other keys, and judged below.
-    rapt.explain(
-        q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes, layout=layout,
+    _expect_right(
+        (q, k, v, sinks, alibi_slopes), causal=causal, window=window, softcap=softcap, scale=scale, layout=layout,
         out_dtype=accumulation(q.dtype),
     )  # fmt: skip
     of_q, of_k, of_v = (_four(t, layout) for t in (q, k, v))
@@ -177,6 +177,35 @@ def _request(q, k, v, *, method, order, mask, causal, window, softcap, scale, si
             "host": None if transport == "backend" else _mapped.host_of(q.device),
         },
     }
+
+
+# Forms of requests that were found right.
+_right = set()
+
+
+def _expect_right(tensors, **options):
+    """Raises what one device refuses of a request. What it says of a form is asked once."""
+    is_plain = all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided for t in tensors)
+    form = (*map(_form, tensors), *options.items()) if is_plain else None
+    try:
+        if form in _right:
+            return
+    except TypeError:
+        form = None  # an option that is no number or word
+    q, k, v, sinks, slopes = tensors
+    rapt.explain(q, k, v, sinks=sinks, alibi_slopes=slopes, **options)
+    if form is not None:
+        if len(_right) >= 1024:
+            _right.clear()
+        _right.add(form)
+
+
+def _form(tensor):
+    """What of a tensor a request depends on."""
+    if tensor is None:
+        return None
+    of_memory = tensor.storage_offset(), tensor.untyped_storage().nbytes(), tensor.data_ptr() % 64
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_neg(), tensor.is_conj(), of_memory
 
 
 def _expect_served(q, k, method, mask, slopes, world):
@@ -264,15 +293,17 @@ def _forward(request, q, k, v, mask, sinks):
     """(out, lse, what backward needs beside the inputs)."""
     call, layout = request.call, request.layout
     q4, k4, v4 = (_four(t, layout) for t in (q, k, v))
-    kept = ()
+    answer, kept = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device), ()
+    into = _four(answer, layout)
     if request.method == "ulysses":
         out, lse, kept = _ulysses(call, q4, k4, v4, sinks)
+    elif request.method == "ring":
+        out, lse = _methods.ring(call, q4, k4, v4, _mask(mask), call.slopes).finish(sinks)
     else:
-        run = _methods.ring if request.method == "ring" else _methods.all_gather
-        out, lse = run(call, q4, k4, v4, _mask(mask), call.slopes).finish(sinks)
-    sizes = (*q.shape[:-1], v.shape[-1])
-    answer = torch.empty(sizes, dtype=q.dtype, device=q.device)
-    _four(answer, layout).copy_(out)
+        # Sinks scale what is not rounded yet.
+        out, lse = _methods.all_gather(call, q4, k4, v4, _mask(mask), call.slopes, into if sinks is None else None).finish(sinks)
+    if out is not into:
+        into.copy_(out)
     return answer, lse[0] if request.is_single else lse, kept
 
 

@@ -1,8 +1,8 @@
 """What ranks of a process group say to one another: requests before a call, tensors in it.
 
 Before each call every rank sends every other one page that says what it asks for (`agree`), so a rank that asks for something else, that cannot serve its
-part or that is not there is an error on every rank before a tensor travels. The pages go through the group's backend for host
-memory; a group that has none (NCCL alone) gets one of gloo beside it when it is first used.
+part or that is not there is an error on every rank before a tensor travels. The pages of processes of one host go through memory that they share, others
+through the group's backend for host memory (`_pages`); a group that has none (NCCL alone) gets one of gloo beside it when it is first used.
 
 Tensors travel as bytes, by `batch_isend_irecv` (`Wire`): any backend, any dtype, any lengths.
 
@@ -11,7 +11,6 @@ Deliberately absent: waiting without end (each wait ends with the group's timeou
 
 import datetime
 import json
-import time
 import typing
 import weakref
 
@@ -20,8 +19,10 @@ import torch
 import torch.distributed as dist
 from rapt import DtypeMismatchError, OptionError, RaptError, ShapeError
 
-# Bytes of a page, and letters of an error in it.
-PAGE, _MOST = 4096, 900
+from ._pages import PAGE, Sent, Shared, first_line
+
+# Letters of an error in a page.
+_MOST = 900
 _RESTART = "Mend: end every rank and start them again, as `torchrun --max-restarts=N` does"
 # What tells one call from another, and which error a difference is.
 _KINDS = {"dtype": DtypeMismatchError, "sizes": ShapeError}
@@ -43,15 +44,23 @@ class Peers:
         # Memory of each rank that all have mapped, by device (`_mapped`).
         self.mapped = {}
         self.timeout = _timeout(group)
-        self._pages = None
+        self._on_host = self._pages = None
 
-    def pages(self):
-        """The group that pages go through."""
-        if self._pages is None:
+    def on_host(self):
+        """The group whose backend takes tensors of host memory."""
+        if self._on_host is None:
             if _has_host_backend(self.group):
-                self._pages = self.group
+                self._on_host = self.group
             else:
-                self._pages = dist.new_group(self.ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True)
+                self._on_host = dist.new_group(self.ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True)
+        return self._on_host
+
+    def pages(self, call):
+        """What pages go through. All ranks ask for it first in the same `call`."""
+        if self._pages is None:
+            sent = Sent(self.rank, self.ranks, self.on_host(), self.timeout)
+            exchange = lambda own: _told(self, call, sent.begin(json.dumps(own).encode()))  # noqa: E731
+            self._pages = Shared.of(self.rank, self.world, self.timeout, exchange) or sent
         return self._pages
 
 
@@ -118,10 +127,25 @@ def agree(peers, request, refused=None):
 
 def compare(peers, request, refused=None):
     """The same within a call."""
+    return comparing(peers, request, refused)()
+
+
+def comparing(peers, request, refused=None):
+    """The same in two steps: sends the page, and gives a function that waits for the others'."""
     page = {"number": peers.calls, **request}
     if refused is not None:
         page = {"number": peers.calls, "call": request["call"], "refused": [type(refused).__name__, str(refused)[:_MOST]]}
-    pages = _all_pages(peers, page)
+    text = json.dumps(page, ensure_ascii=False).encode()
+    if len(text) > PAGE:
+        raise OptionError(f"the request has {len(text)} bytes of options; allowed: {PAGE}")
+    if peers.world == 1:
+        begun = lambda: ([text], {})  # noqa: E731
+    else:
+        begun = peers.pages(page["call"]).begin(text)
+    return lambda: _compared(peers, _told(peers, page["call"], begun), refused)
+
+
+def _compared(peers, pages, refused):
     for rank, other in enumerate(pages):
         if "refused" in other:
             if refused is not None and rank == peers.rank:
@@ -160,45 +184,16 @@ def _word(name, value):
     return repr(value)
 
 
-def _all_pages(peers, page):
-    text = json.dumps(page, ensure_ascii=False).encode()
-    if len(text) > PAGE:
-        raise OptionError(f"the request has {len(text)} bytes of options; allowed: {PAGE}")
-    group = peers.pages() if peers.world > 1 else None
-    others = [rank for rank in range(peers.world) if rank != peers.rank]
-    memory = [bytearray(PAGE) for _ in range(peers.world)]
-    memory[peers.rank][: len(text)] = text
-    every = [torch.frombuffer(of, dtype=torch.uint8) for of in memory]
-    lost, works = {}, []
-    for begin, tensors in ((dist.irecv, every), (dist.isend, [every[peers.rank]] * peers.world)):
-        for rank in others:
-            tensor = tensors[rank]
-            try:
-                works.append((rank, begin(tensor, peers.ranks[rank], group=group, tag=_PAGE_TAG)))
-            except RuntimeError as error:
-                lost.setdefault(rank, error)
-    end = time.monotonic() + peers.timeout.total_seconds()
-    for rank, work in works:
-        if rank not in lost:
-            try:
-                work.wait(datetime.timedelta(seconds=max(0.05, end - time.monotonic())))
-            except RuntimeError as error:
-                lost[rank] = error
+def _told(peers, call, begun):
+    """What the pages of all ranks say."""
+    pages, lost = begun()
     if lost:
         names = " and ".join(f"rank {rank}" for rank in sorted(lost))
         raise PeerError(
-            f"{names} did not answer in call {peers.calls} of this group ({page['call']}) within {peers.timeout.total_seconds():g} s: gone, or in "
-            f"no call. The backend says: {first_line(lost[min(lost)])}. {_RESTART}"
+            f"{names} did not answer in call {peers.calls} of this group ({call}) within {peers.timeout.total_seconds():g} s: gone, or in "
+            f"no call. {lost[min(lost)]}. {_RESTART}"
         )
-    return [json.loads(bytes(of).rstrip(b"\0")) for of in memory]
-
-
-_PAGE_TAG = 900
-
-
-def first_line(error):
-    """What an error says, in one line."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return [json.loads(page) for page in pages]
 
 
 # --- tensors -----------------------------------------------------------------------------------------------------------------
@@ -253,7 +248,7 @@ def share(peers, what, tensors, skip=(), on_host=False):
     others = [rank for rank in range(peers.world) if rank != peers.rank]
     sends = [(rank, tensors[peers.rank].contiguous()) for rank in others if peers.rank not in skip]
     receives = [(rank, tensors[rank]) for rank in others if rank not in skip]
-    begin(peers, what, sends, receives, _HOST_TAG if on_host else 0, peers.pages() if on_host else None).wait()
+    begin(peers, what, sends, receives, _HOST_TAG if on_host else 0, peers.on_host() if on_host else None).wait()
 
 
 _HOST_TAG = 910

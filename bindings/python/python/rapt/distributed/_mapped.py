@@ -12,21 +12,18 @@ On GPUs the memory is PyTorch's symmetric memory (torch.distributed._symmetric_m
 Deliberately absent: signals between devices, multicast, and memory of several hosts.
 """
 
-import functools
 import os
-import tempfile
 import typing
 
 import torch
 from rapt import UnsupportedError
 
-from . import _group
+from . import _group, _host
 
 # Bytes to which what is put is aligned: TMA needs 16, a line of L2 is 128.
 ALIGN = 256
 # Bytes of K and V of a rank from which GPUs copy unasked: with fewer, computing hides less than the host waits.
 LEAST = 1 << 25
-_SHARED = "/dev/shm"
 
 
 def aligned(count):
@@ -34,21 +31,11 @@ def aligned(count):
     return -(-count // ALIGN) * ALIGN
 
 
-@functools.cache
-def _boot():
-    """What names this host until it starts anew: None where nothing does."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return None
-
-
 def host_of(device):
     """What names the host whose memory a rank on this device can share: None where it can share none."""
-    boot = _boot()
+    boot = _host.boot()
     if device.type == "cpu":
-        return boot if os.access(_SHARED, os.W_OK) else None
+        return boot if _host.has_memory() else None
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.is_current_stream_capturing():
         return None
     try:
@@ -68,9 +55,7 @@ def of_call(peers, pages, device, count, kv_bytes):
     asked, hosts = page["transport"], [page["own"]["host"] for page in pages]
     if asked == "backend" or peers.world == 1 or asked is None and (device.type != "cuda" or kv_bytes < LEAST):
         return None
-    if page["method"] == "all_gather":
-        why = 'method="all_gather" sends; "ring" reads the same keys'
-    elif None in hosts:
+    if None in hosts:
         why = f"rank {hosts.index(None)} can share no memory, or captures a CUDA graph"
     elif len(set(hosts)) > 1:
         why = "the ranks are of several hosts"
@@ -120,9 +105,7 @@ class Mapped:
     def _map_on_host(self, count):
         path = error = None
         try:
-            descriptor, path = tempfile.mkstemp(prefix=f"rapt-{os.getpid()}-", dir=_SHARED)
-            with open(descriptor, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, count)
+            path = _host.new_file(count)
         except OSError as caught:
             error = caught
         try:
@@ -166,9 +149,13 @@ class Mapped:
 
     def tell(self, starts, after):
         """Of all ranks where theirs begin, each once what its `after` marks has passed."""
+        return self.telling(starts, after)()
+
+    def telling(self, starts, after):
+        """The same in two steps: tells where this rank's begin, and gives a function that waits for the others."""
         reached(after)
-        pages = _group.compare(self.peers, {"call": "tensors lie ready", "own": {"starts": starts}})
-        return [page["own"]["starts"] for page in pages]
+        pages = _group.comparing(self.peers, {"call": "tensors lie ready", "own": {"starts": starts}})
+        return lambda: [page["own"]["starts"] for page in pages()]
 
     def landing(self, count):
         """Memory of `count` bytes for what `read` writes."""
@@ -180,16 +167,17 @@ class Mapped:
         if self.stream is not None:
             memory.record_stream(self.stream)
 
-    def read(self, rank, start, into, after):
-        """Begins to copy what `rank` has there into a dense tensor, once `after` has passed: the mark behind it."""
-        octets = into.reshape(-1).view(torch.uint8)
-        source = self.parts[rank][start : start + octets.numel()]
+    def read(self, what, after):
+        """Begins to copy [(rank, start, bytes)], what each rank has there into these, once `after` has passed: the mark behind them."""
+        copies = [(into, self.parts[rank][start : start + len(into)]) for rank, start, into in what]
         if self.stream is None:
-            octets.copy_(source)
+            for into, source in copies:
+                into.copy_(source)
             return None
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(after)
-            octets.copy_(source, non_blocking=True)
+            for into, source in copies:
+                into.copy_(source, non_blocking=True)
             self._last = self.stream.record_event()
         return self._last
 
@@ -206,15 +194,25 @@ class Mapped:
 
     def exchange(self, sends, receives):
         """Begins what `_group.begin` begins; what is sent may have any strides. (What `wait` needs lies in this rank's part and is told there.)"""
-        starts = []
+        starts, known = [], {}
         for to in range(self.peers.world):
-            starts.append(self.used)
-            for tensor in (tensor for rank, tensor in sends if rank == to and tensor.numel()):
-                self.put(tensor)
+            tensors = [tensor for rank, tensor in sends if rank == to and tensor.numel()]
+            # What several ranks get lies there once.
+            key = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
+            if key not in known:
+                known[key] = self.used
+                for tensor in tensors:
+                    self.put(tensor)
+            starts.append(known[key])
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
         for _, tensor in receives:
             self._used_beside(tensor)
         return Exchange(self, starts, receives, self.mark())
+
+
+def octets(tensor):
+    """The bytes of a dense tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def reached(mark):
@@ -233,9 +231,9 @@ class Exchange(typing.NamedTuple):
 
     def wait(self):
         """On the host until all have told; on a GPU the current stream waits for the copies."""
-        mapped, mark = self.mapped, None
+        mapped, what = self.mapped, []
         at = [starts[mapped.peers.rank] for starts in mapped.tell(self.starts, self.after)]
         for rank, tensor in self.receives:
-            mark = mapped.read(rank, at[rank], tensor, self.after)
+            what.append((rank, at[rank], octets(tensor)))
             at[rank] += aligned(tensor.nbytes)
-        mapped.join(mark)
+        mapped.join(mapped.read(what, self.after))

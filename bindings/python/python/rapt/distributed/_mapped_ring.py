@@ -8,7 +8,7 @@ The host waits once for its own K and V to lie ready, behind which the own block
 
 import torch
 
-from ._mapped import reached
+from ._mapped import octets, reached
 
 # Gradients of blocks that lie in a rank's part at a time: one is being computed, one told, one may still be read.
 SLOTS = 3
@@ -27,13 +27,12 @@ class Reader:
 
     def _begin(self, owner, starts, memory, after):
         """(k and v of a block where they will be, the mark behind them)."""
-        found = []
-        for at, start, octets in zip(self.own, starts[owner], memory):
+        found, blocks = [], []
+        for at, of in zip(self.own, memory):
             shape = (*at.shape[:2], self.call.kv_lengths[owner], at.shape[3])
-            into = octets[: torch.Size(shape).numel() * at.dtype.itemsize].view(at.dtype).view(shape)
-            found.append(into)
-            mark = self.call.mapped.read(owner, start, into, after)
-        return found, mark
+            found.append(of[: torch.Size(shape).numel() * at.dtype.itemsize])
+            blocks.append(found[-1].view(at.dtype).view(shape))
+        return blocks, self.call.mapped.read([(owner, *each) for each in zip(starts[owner], found)], after)
 
     def blocks(self):
         call, rank, world, mapped = self.call, self.call.rank, self.call.peers.world, self.call.mapped
@@ -91,8 +90,7 @@ class _Gradients:
         starts = mapped.tell([start for start, _ in self.slots[(step - 1) % len(self.slots)]], mark)[other]
         if call.sees(other, call.rank, self.mask):
             parts = [memory.view(self.dtype).view(of.shape) for memory, of in zip(self.memory, self.home)]
-            for start, part in zip(starts, parts):
-                self.read = mapped.read(other, start, part, self.free)
+            self.read = mapped.read([(other, start, octets(part)) for start, part in zip(starts, parts)], self.free)
             mapped.join(self.read)
             for of, part in zip(self.home, parts):
                 of.add_(part)

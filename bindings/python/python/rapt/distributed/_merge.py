@@ -20,11 +20,19 @@ class Merged:
         self.out = self.lse = None
         self._written = []
 
-    def start(self):
-        """Every row dead, in memory of its own."""
+    @property
+    def out_dtype(self):
+        """Of what `add` is given."""
+        return self.dtype if self.out is None else self.out.dtype
+
+    def start(self, into=None, is_whole=False):
+        """Every row dead, in memory of its own, or in `into` of any dtype, where no row will have two parts. is_whole: each will have one."""
         if self.out is None:
-            self.out = torch.zeros(self.sizes, dtype=self.dtype, device=self.device)
-            self.lse = torch.full(self.sizes[:-1], -torch.inf, dtype=self.dtype, device=self.device)
+            self.out = torch.empty(self.sizes, dtype=self.dtype, device=self.device) if into is None else into
+            self.lse = torch.empty(self.sizes[:-1], dtype=self.dtype, device=self.device)
+            if not is_whole:
+                self.out.zero_()
+                self.lse.fill_(-torch.inf)
 
     def heads(self, heads):
         """The same rows of some heads, to add to. Not before `start`."""
@@ -57,7 +65,8 @@ class Merged:
         self._written.append(rows)
 
     def finish(self, sinks=None):
-        """(out, lse), both in the accumulation dtype, with the sinks of heads in the denominator. A dead row stays dead beside a sink."""
+        """(out, lse), both in the accumulation dtype (but what was started in other memory), with the sinks of heads in the denominator. A dead row
+        stays dead beside a sink."""
         self.start()
         if sinks is not None:
             total = torch.logaddexp(self.lse, sinks.to(self.dtype)[None, :, None])

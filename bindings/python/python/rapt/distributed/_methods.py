@@ -3,7 +3,7 @@
     ring        K and V go round: each rank sends on what it has before it computes with it. The partial results of a rank are merged in the
                 order own block, the rank's before it, … A block goes as far as somebody sees it.
     all_gather  every rank gets all K and V, a part of the heads at a time, the next part while this one is computed; each of its places is one
-                row of pieces over all keys.
+                row of pieces over all keys. Where every row is of one piece, nothing is merged: the kernel writes the answer.
     ulysses     every rank gets all tokens of a part of the heads, and gives back its part of the answer.
 
 Backward: `ring` and `all_gather` recompute from the whole rows' lse and out, which make gradients sums over blocks; dk and dv are added in the order of the
@@ -14,17 +14,18 @@ Every rank issues its exchanges in one order, and those that depend on one anoth
 under way (NCCL), pairs them by that order.
 """
 
+import functools
 import typing
 
 import rapt
 import torch
 from rapt import UnsupportedError
 
-from . import _blocks, _group, _mapped, _mapped_ring
+from . import _blocks, _group, _mapped, _mapped_gather, _mapped_ring
 from ._merge import Merged, accumulation
 from ._places import local_rows, places
 
-# Parts of the heads of keys that all_gather has under way one after another.
+# Parts of the heads of keys that all_gather has under way one after another, at least; as many as ranks, so that two take no more than two ranks' keys.
 PARTS = 4
 # Beyond this much, rapt.attention_backward finds the sums of a row anew, from the keys that it is given.
 LARGE = 1000.0
@@ -87,15 +88,18 @@ class Call(typing.NamedTuple):
 
 def attend(call, merged, q, k, v, k_places, mask, slopes, q_places=None):
     """Adds what the rows of q see of a block of keys that lie at `k_places`."""
-    dtype = accumulation(q.dtype)
     for piece in call.pieces(call.q_places() if q_places is None else q_places, k_places, mask):
-        operands = _blocks.operands(piece, mask, slopes, dtype)
-        (r0, r1), (k0, k1) = piece.rows, piece.keys
-        out, lse = rapt.attention(
-            q[:, :, r0:r1], k[:, :, k0:k1], v[:, :, k0:k1], **operands.options, **call.words(), out=merged.place(piece.rows),
-            out_dtype=dtype, return_lse=True,
-        )  # fmt: skip
-        merged.add(piece.rows, out, lse if operands.of_rows is None else lse + operands.of_rows)
+        _attend_piece(call, merged, piece, q, k, v, mask, slopes)
+
+
+def _attend_piece(call, merged, piece, q, k, v, mask, slopes):
+    operands = _blocks.operands(piece, mask, slopes, merged.dtype)
+    (r0, r1), (k0, k1) = piece.rows, piece.keys
+    out, lse = rapt.attention(
+        q[:, :, r0:r1], k[:, :, k0:k1], v[:, :, k0:k1], **operands.options, **call.words(), out=merged.place(piece.rows),
+        out_dtype=merged.out_dtype, return_lse=True,
+    )  # fmt: skip
+    merged.add(piece.rows, out, lse if operands.of_rows is None else lse + operands.of_rows)
 
 
 class Rows(typing.NamedTuple):
@@ -334,9 +338,9 @@ def _scatter(call, wholes, lengths):
 # --- all_gather --------------------------------------------------------------------------------------------------------------
 
 
-def _head_parts(q, k):
+def _head_parts(call, q, k):
     """Slices (of the heads of q, of the heads of k), one after another."""
-    count, group = min(PARTS, k.shape[1]), q.shape[1] // k.shape[1]
+    count, group = min(max(PARTS, call.peers.world), k.shape[1]), q.shape[1] // k.shape[1]
     bounds = [k.shape[1] * n // count for n in range(count + 1)]
     return [(slice(a * group, b * group), slice(a, b)) for a, b in zip(bounds, bounds[1:])]
 
@@ -345,22 +349,54 @@ def _heads_of(tensor, heads):
     return tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, heads]
 
 
-def all_gather(call, q, k, v, mask, slopes):
-    """Merged results of the local rows."""
-    merged = Merged((*q.shape[:3], v.shape[3]), accumulation(q.dtype), q.device)
-    merged.start()
-    parts = _head_parts(q, k)
-    whole = ((0, sum(call.kv_lengths)),)
-    under_way = _gather_begin(call, [t[:, parts[0][1]] for t in (k, v)], call.kv_lengths)
-    for at, (of_q, _) in enumerate(parts):
-        (all_k, all_v), wire = under_way
+def _sent(call, k, v, heads):
+    """(all keys, all values) of these parts of the heads, one part after another; the next is under way meanwhile."""
+    begin = lambda part: _gather_begin(call, [t[:, part] for t in (k, v)], call.kv_lengths)  # noqa: E731
+    under_way = begin(heads[0])
+    for following in (*heads[1:], None):
+        wholes, wire = under_way
         wire.wait()
-        if at + 1 < len(parts):
-            under_way = _gather_begin(call, [t[:, parts[at + 1][1]] for t in (k, v)], call.kv_lengths)
-        attend(
-            call, merged.heads(of_q), q[:, of_q], all_k, all_v, whole, _heads_of(mask, of_q), None if slopes is None else slopes[of_q]
-        )  # fmt: skip
+        under_way = None if following is None else begin(following)
+        yield wholes
+
+
+def all_gather(call, q, k, v, mask, slopes, into=None):
+    """Merged results of the local rows, in `into` where nothing is merged."""
+    whole = ((0, sum(call.kv_lengths)),)
+    # The longest first, whose end is the latest.
+    pieces = sorted(call.pieces(call.q_places(), whole, mask), key=_blocks.Piece.scores, reverse=True)
+    is_apart = _blocks.are_apart(pieces)
+    merged = Merged((*q.shape[:3], v.shape[3]), accumulation(q.dtype), q.device)
+    merged.start(into if is_apart else None, is_apart and sum(piece.rows[1] - piece.rows[0] for piece in pieces) == q.shape[2])
+    parts = _head_parts(call, q, k)
+    of_k = [of_k for _, of_k in parts]
+    arriving = _sent(call, k, v, of_k) if call.mapped is None else _mapped_gather.read(call, k, v, of_k, mask)
+    for (of_q, _), (all_k, all_v) in zip(parts, arriving):
+        given = merged.heads(of_q), q[:, of_q], all_k, all_v, _heads_of(mask, of_q), None if slopes is None else slopes[of_q]
+        if is_apart:
+            beside(q.device, [functools.partial(_attend_piece, call, given[0], piece, *given[1:]) for piece in pieces])
+        else:
+            attend(call, *given[:4], whole, *given[4:])
     return merged
+
+
+@functools.cache
+def _second_stream(device):
+    return torch.cuda.Stream(device)
+
+
+def beside(device, calls):
+    """Makes calls of which none reads what another writes. On a GPU on two streams: where one of them ends on some multiprocessors, the next begins."""
+    if len(calls) < 2 or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        for run in calls:
+            run()
+        return
+    streams = torch.cuda.current_stream(device), _second_stream(device)
+    streams[1].wait_stream(streams[0])
+    for at, run in enumerate(calls):
+        with torch.cuda.stream(streams[at % 2]):
+            run()
+    streams[0].wait_stream(streams[1])
 
 
 def all_gather_backward(call, rows, k, v, slopes, d_mask):
@@ -427,6 +463,8 @@ def mapped_bytes(sizes, method, lengths, dtype, is_backward):
     if method == "ring":
         slots = min(_mapped_ring.SLOTS, world - 1) * sums if is_backward else 0
         elements = kv_heads * (dim + dim_v) * kv_len * (dtype.itemsize + slots)
+    elif method == "all_gather":
+        elements = kv_heads * (dim + dim_v) * (kv_len * dtype.itemsize + (sum(kv_lengths) * sums if is_backward else 0))
     else:
         of_kv = max(kv_heads, world) * (dim + dim_v)
         if is_backward:
@@ -435,5 +473,5 @@ def mapped_bytes(sizes, method, lengths, dtype, is_backward):
         else:
             sent = q_heads * dim * q_len + of_kv * kv_len
             elements = sent * dtype.itemsize + q_heads // world * sum(q_lengths) * (dim_v * dtype.itemsize + sums)
-    # What lies between tensors: those of q, k, v, out and lse in at most two places of each rank, or two of a block and of each slot.
+    # What lies between tensors: those of q, k, v, out and lse in at most two places of each rank, or two of a block, of each slot, of each part of the heads.
     return batch * elements + 10 * world * _mapped.ALIGN
