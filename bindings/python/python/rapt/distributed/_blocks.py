@@ -54,10 +54,6 @@ class Piece(typing.NamedTuple):
         """At least every number that lse of a row gets, in slopes (`operands`)."""
         return 0 if self.slopes in (None, "direct") else abs(self.distance) + self.rows[1] - self.rows[0] + self.keys[1] - self.keys[0]
 
-    def scores(self):
-        """How many pairs of rows and keys it has, with those that a row does not see."""
-        return (self.rows[1] - self.rows[0]) * (self.keys[1] - self.keys[0])
-
     @property
     def is_full(self):
         return self.causal is None and self.window is None and self.slopes is None
@@ -145,9 +141,9 @@ def pieces(q_places, k_places, documents, causal, window, with_slopes=False, wit
     return tuple(_joined(found, with_mask))
 
 
-def are_apart(pieces):
-    """Whether no row is in two of them."""
-    rows = sorted(piece.rows for piece in pieces)
+def are_apart(rows):
+    """Whether no row is in two of these (start, stop)."""
+    rows = sorted(rows)
     return all(one[1] <= other[0] for one, other in zip(rows, rows[1:]))
 
 

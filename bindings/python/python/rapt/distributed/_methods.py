@@ -14,7 +14,6 @@ Every rank issues its exchanges in one order, and those that depend on one anoth
 under way (NCCL), pairs them by that order.
 """
 
-import functools
 import typing
 
 import rapt
@@ -89,17 +88,13 @@ class Call(typing.NamedTuple):
 def attend(call, merged, q, k, v, k_places, mask, slopes, q_places=None):
     """Adds what the rows of q see of a block of keys that lie at `k_places`."""
     for piece in call.pieces(call.q_places() if q_places is None else q_places, k_places, mask):
-        _attend_piece(call, merged, piece, q, k, v, mask, slopes)
-
-
-def _attend_piece(call, merged, piece, q, k, v, mask, slopes):
-    operands = _blocks.operands(piece, mask, slopes, merged.dtype)
-    (r0, r1), (k0, k1) = piece.rows, piece.keys
-    out, lse = rapt.attention(
-        q[:, :, r0:r1], k[:, :, k0:k1], v[:, :, k0:k1], **operands.options, **call.words(), out=merged.place(piece.rows),
-        out_dtype=merged.out_dtype, return_lse=True,
-    )  # fmt: skip
-    merged.add(piece.rows, out, lse if operands.of_rows is None else lse + operands.of_rows)
+        operands = _blocks.operands(piece, mask, slopes, merged.dtype)
+        (r0, r1), (k0, k1) = piece.rows, piece.keys
+        out, lse = rapt.attention(
+            q[:, :, r0:r1], k[:, :, k0:k1], v[:, :, k0:k1], **operands.options, **call.words(), out=merged.place(piece.rows),
+            out_dtype=merged.out_dtype, return_lse=True,
+        )  # fmt: skip
+        merged.add(piece.rows, out, lse if operands.of_rows is None else lse + operands.of_rows)
 
 
 class Rows(typing.NamedTuple):
@@ -363,40 +358,18 @@ def _sent(call, k, v, heads):
 def all_gather(call, q, k, v, mask, slopes, into=None):
     """Merged results of the local rows, in `into` where nothing is merged."""
     whole = ((0, sum(call.kv_lengths)),)
-    # The longest first, whose end is the latest.
-    pieces = sorted(call.pieces(call.q_places(), whole, mask), key=_blocks.Piece.scores, reverse=True)
-    is_apart = _blocks.are_apart(pieces)
+    rows = [piece.rows for piece in call.pieces(call.q_places(), whole, mask)]
+    is_apart = _blocks.are_apart(rows)
     merged = Merged((*q.shape[:3], v.shape[3]), accumulation(q.dtype), q.device)
-    merged.start(into if is_apart else None, is_apart and sum(piece.rows[1] - piece.rows[0] for piece in pieces) == q.shape[2])
+    merged.start(into if is_apart else None, is_apart and sum(stop - start for start, stop in rows) == q.shape[2])
     parts = _head_parts(call, q, k)
     of_k = [of_k for _, of_k in parts]
     arriving = _sent(call, k, v, of_k) if call.mapped is None else _mapped_gather.read(call, k, v, of_k, mask)
     for (of_q, _), (all_k, all_v) in zip(parts, arriving):
-        given = merged.heads(of_q), q[:, of_q], all_k, all_v, _heads_of(mask, of_q), None if slopes is None else slopes[of_q]
-        if is_apart:
-            beside(q.device, [functools.partial(_attend_piece, call, given[0], piece, *given[1:]) for piece in pieces])
-        else:
-            attend(call, *given[:4], whole, *given[4:])
+        attend(
+            call, merged.heads(of_q), q[:, of_q], all_k, all_v, whole, _heads_of(mask, of_q), None if slopes is None else slopes[of_q]
+        )  # fmt: skip
     return merged
-
-
-@functools.cache
-def _second_stream(device):
-    return torch.cuda.Stream(device)
-
-
-def beside(device, calls):
-    """Makes calls of which none reads what another writes. On a GPU on two streams: where one of them ends on some multiprocessors, the next begins."""
-    if len(calls) < 2 or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        for run in calls:
-            run()
-        return
-    streams = torch.cuda.current_stream(device), _second_stream(device)
-    streams[1].wait_stream(streams[0])
-    for at, run in enumerate(calls):
-        with torch.cuda.stream(streams[at % 2]):
-            run()
-    streams[0].wait_stream(streams[1])
 
 
 def all_gather_backward(call, rows, k, v, slopes, d_mask):
