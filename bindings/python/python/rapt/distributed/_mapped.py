@@ -140,7 +140,7 @@ class Mapped:
     def put(self, tensor):
         """Where a copy of it begins, dense in the order of its dimensions."""
         start, memory = self.room(tensor.shape, tensor.dtype)
-        memory.copy_(tensor)
+        copy(memory, tensor)
         return start
 
     def mark(self):
@@ -208,6 +208,21 @@ class Mapped:
         for _, tensor in receives:
             self._used_beside(tensor)
         return Exchange(self, starts, receives, self.mark())
+
+
+def copy(into, tensor):
+    """`into.copy_(tensor)` of one dtype. On a GPU by the widest numbers that the rows of both are made of: PyTorch copies rows in another order one number after
+    another, and by 2 bytes it takes 2.7 times as long as by 16 (H200)."""
+    if tensor.is_cuda:
+        wide = next((of for of in (torch.complex128, torch.int64) if all(_is_made_of(each, of.itemsize) for each in (into, tensor))), tensor.dtype)
+        into, tensor = into.view(wide), tensor.view(wide)
+    into.copy_(tensor)
+
+
+def _is_made_of(tensor, count):
+    """Whether rows of a tensor are numbers of `count` bytes, each where such a number can lie."""
+    numbers = (*tensor.shape[-1:], *tensor.stride()[:-1], tensor.storage_offset())
+    return tensor.dim() > 0 and tensor.stride(-1) == 1 and tensor.data_ptr() % count == 0 and all(n * tensor.itemsize % count == 0 for n in numbers)
 
 
 def octets(tensor):

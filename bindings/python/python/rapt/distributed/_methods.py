@@ -278,7 +278,11 @@ def ring_backward(call, rows, k, v, slopes, d_mask):
 def _packed(call, tensor):
     """[len, batch, heads, head_dim], whose rows can be sent: dense, but where they are copied to memory that is mapped."""
     rows = tensor.permute(2, 0, 1, 3)
-    return rows.contiguous() if call.mapped is None else rows
+    if call.mapped is not None or rows.is_contiguous():
+        return rows
+    dense = rows.new_empty(rows.shape)
+    _mapped.copy(dense, rows)
+    return dense
 
 
 def _viewed(packed):
@@ -300,7 +304,7 @@ def _exchange(call, tensors):
         for other in range(call.peers.world):
             if other == rank:
                 for first, start, stop in local_rows(all_places[rank]):
-                    whole[start:stop] = own[:, :, first : first + stop - start].permute(2, 0, 1, 3)
+                    _mapped.copy(whole[start:stop], own[:, :, first : first + stop - start].permute(2, 0, 1, 3))
                 continue
             key = (to[other].data_ptr(), to[other].shape)
             rows = packed[key] = packed[key] if key in packed else _packed(call, to[other])
@@ -321,7 +325,7 @@ def _scatter(call, wholes, lengths):
         for other in range(call.peers.world):
             if other == rank:
                 for first, start, stop in local_rows(all_places[rank]):
-                    answer[rank][first : first + stop - start] = packed[start:stop]
+                    _mapped.copy(answer[rank][first : first + stop - start], packed[start:stop])
                 continue
             sends += [(other, packed[start:stop]) for start, stop in all_places[other]]
             receives += [(other, answer[other][first : first + stop - start]) for first, start, stop in local_rows(all_places[rank])]
