@@ -14,7 +14,6 @@ import os
 import select
 import struct
 import time
-import weakref
 import zlib
 
 import torch
@@ -97,11 +96,7 @@ class Shared:
         self.rank, self.world, self.timeout, self.number = rank, len(pids), timeout.total_seconds(), 0
         with open(path, "r+b") as file:
             self.memory = mmap.mmap(file.fileno(), 2 * self.world * self._PLACE)
-        self.processes = {}
-        weakref.finalize(self, _close, self.processes)
-        for of, pid in enumerate(pids):
-            if of != rank:
-                self.processes[of] = os.pidfd_open(pid)
+        self.processes = {of: _watched(pid) for of, pid in enumerate(pids) if of != rank}
 
     def begin(self, text):
         """A function that gives (the pages of all, {rank that is lost: why})."""
@@ -153,16 +148,27 @@ class Shared:
 
     def _ended(self):
         """Ranks whose processes are no more."""
-        poll = select.poll()
-        for descriptor in self.processes.values():
-            poll.register(descriptor, select.POLLIN)
-        found = {descriptor for descriptor, _ in poll.poll(0)}
-        return {rank for rank, descriptor in self.processes.items() if descriptor in found}
+        ended = _ended(self.processes.values())
+        return {rank for rank, descriptor in self.processes.items() if descriptor in ended}
 
 
-def _close(processes):
-    for descriptor in processes.values():
-        os.close(descriptor)
+# By process, for all groups: a descriptor for each process that is watched.
+_descriptors = {}
+
+
+def _watched(pid):
+    """A descriptor that tells when this process, which lives, has ended."""
+    if pid not in _descriptors or _ended([_descriptors[pid]]):
+        _descriptors[pid] = os.pidfd_open(pid)
+    return _descriptors[pid]
+
+
+def _ended(descriptors):
+    """Those whose processes have ended."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(0)}
 
 
 def first_line(error):
