@@ -203,7 +203,7 @@ def picture(events, title):
     moving = {of[:3] for of in apart(events)[0]}
     for begin, took, name, _ in events:
         is_network = (begin, took, name) in moving
-        is_attention = "rapt" in name.lower() or "hopper" in name.lower() or "forward" in name.lower()
+        is_attention = name == "attention"  # what Rapt's kernels of it are called
         y, color = (90, "#d95f02") if is_network else (40, "#1b6ca8" if is_attention else "#7fb3d5")
         lines.append(f'<rect x="{30 + (begin - first) * scale:.2f}" y="{y}" width="{max(0.3, took * scale):.2f}" height="35" fill="{color}"/>')
     lines.append('<text x="30" y="145">above: attention (dark) and merges; below: keys on their way</text></svg>')

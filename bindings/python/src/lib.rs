@@ -371,6 +371,12 @@ fn is_available(py: Python<'_>, name: &str) -> bool {
     }
 }
 
+/// What this thread has read and written of memory that processes share comes before what it reads and writes there from now on.
+#[pyfunction]
+fn memory_fence() {
+    std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+}
+
 /// (major, minor, patch).
 #[pyfunction]
 fn version() -> (u32, u32, u32) {
@@ -462,6 +468,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(engine::vulkan::vulkan_stats, module)?)?;
     module.add_function(wrap_pyfunction!(engine::vulkan::reset_vulkan_stats, module)?)?;
     module.add_function(wrap_pyfunction!(version, module)?)?;
+    module.add_function(wrap_pyfunction!(memory_fence, module)?)?;
     module.add_function(wrap_pyfunction!(dtypes, module)?)?;
     module.add_function(wrap_pyfunction!(accumulation, module)?)?;
     module.add_function(wrap_pyfunction!(log_fallback, module)?)?;

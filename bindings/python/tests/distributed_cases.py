@@ -389,6 +389,12 @@ def differences_are_errors_on_every_rank():
     raises(rapt.OptionError, call(scale=float("nan") if odd else 1.0), *([] if odd else ["rank 2"]))
     raises(rapt.UnsupportedDtypeError, call(*(t.int() if odd else t for t in (q, q, q))), *([] if odd else ["rank 2"]))
     raises(rapt.ShapeError, call(mask=torch.zeros(6, 24 + odd)), "rank 2", "[1, 4, 6, 24]")
+    # What is equal to Python, or has no memory of its own, beside what was served before.
+    for right, wrong in (({"causal": True}, {"causal": 1}), ({"window": (1, None)}, {"window": (True, None)})):
+        call(**right)()
+        raises(rapt.OptionError, call(**(wrong if odd else right)), *([] if odd else ["rank 2"]))
+    nested = torch.nested.nested_tensor([q[0], q[0, :, :5]]) if odd else q
+    raises(rapt.RaptError, call(nested, nested, nested), *([] if odd else ["rank 2"]))
     raises(rapt.UnsupportedError, call(q[:, :3], q[:, :3], q[:, :3], method="ulysses"), 'method="ring"')
     raises(rapt.UnsupportedError, call(method="ulysses", mask=torch.zeros(6, 24)), 'method="ring"')
     raises(rapt.OptionError, call(method="star"), "'ring', 'all_gather', 'ulysses'")
@@ -591,7 +597,7 @@ def pages_go_through_memory_or_the_backend():
     expected = rd.attention(q, q, q)
     assert type(_group.peers_of(None).pages("attention")) is _pages.Shared
     group = dist.new_group(list(range(WORLD)))
-    with mock.patch.object(_host, "processes", lambda known=_host.processes: None if rank == 1 else known()):
+    with mock.patch.object(_host, "processes", lambda own=_host.processes: None if rank == 1 else own()):
         assert torch.equal(rd.attention(q, q, q, group=group), expected)
     assert type(_group.peers_of(group).pages("attention")) is _pages.Sent
     raises(rapt.OptionError, lambda: rd.attention(q, q, q, group=group, causal=rank == 2), "rank 2 has causal 'top_left'")
@@ -607,7 +613,7 @@ def _expect_lost(call, *fragments):
     assert time.monotonic() - begun < 20, "the timeout of the group is shorter"
 
 
-def dies_before(rank, group, told="Its process has ended"):
+def dies_before(rank, group, told="its process has ended"):
     """A rank that is gone when others call."""
     q = random(1, 4, 6, 8)
     rd.attention(q, q, q, group=group)
@@ -680,7 +686,7 @@ def main_on_gpus(folder, world):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     together = World(functools.partial(_each, cases_on_gpus()), f"{folder}/gpus", world, "nccl").found()
     for name in _copies().FAULTS:
-        together |= World(functools.partial(_fault, name), f"{folder}/{name.replace(' ', '_')}", world, "nccl").found()
+        together |= World(functools.partial(_fault, name), f"{folder}/{name.replace(' ', '_').replace(',', '')}", world, "nccl").found()
     print(json.dumps(together))
     sys.stdout.flush()
 

@@ -101,14 +101,25 @@ def cases_on_gpus():
 # --- faults ------------------------------------------------------------------------------------------------------------------
 
 
-def dies_before_it_has_told(rank, group):
+def dies_before_it_has_told(rank, group, method="ring"):
     q, lost = base.random(1, 4, 6, 8).float(), base.WORLD // 2
-    call = lambda: rd.attention(q, q, q, group=group, transport="copies")  # noqa: E731
+    call = lambda: rd.attention(q, q, q, group=group, transport="copies", method=method)  # noqa: E731
+    call()
+    if rank == lost:
+        with mock.patch.object(_mapped.Mapped, "telling", lambda *_args: os._exit(0)):
+            call()
+    base._expect_lost(call, f"rank {lost} did not answer", "call 2")
+
+
+def dies_between_parts_of_the_heads(rank, group):
+    """When it has told of the first part alone."""
+    q, lost = base.random(1, 4, 6, 8).float(), base.WORLD // 2
+    call = lambda: rd.attention(q, q, q, group=group, transport="copies", method="all_gather")  # noqa: E731
     call()
     if rank == lost:
         with mock.patch.object(_mapped.Mapped, "tell", lambda *_args: os._exit(0)):
             call()
-    base._expect_lost(call, f"rank {lost} did not answer", "call 2")
+    base._expect_lost(call, f"rank {lost} did not answer", "call 2", "tensors lie ready")
 
 
 def dies_when_it_has_told(rank, group):
@@ -123,4 +134,9 @@ def dies_when_it_has_told(rank, group):
     base._expect_lost(call, f"rank {lost} did not answer", "call 3")
 
 
-FAULTS = {"dies before it has told": dies_before_it_has_told, "dies when it has told": dies_when_it_has_told}
+FAULTS = {
+    "dies before it has told": dies_before_it_has_told,
+    "dies before it has told, all_gather": functools.partial(dies_before_it_has_told, method="all_gather"),
+    "dies between parts of the heads": dies_between_parts_of_the_heads,
+    "dies when it has told": dies_when_it_has_told,
+}

@@ -185,13 +185,15 @@ _right = set()
 
 def _expect_right(tensors, **options):
     """Raises what one device refuses of a request. What it says of a form is asked once."""
-    is_plain = all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided for t in tensors)
-    form = (*map(_form, tensors), *options.items()) if is_plain else None
-    try:
-        if form in _right:
-            return
-    except TypeError:
-        form = None  # an option that is no number or word
+    form = None
+    if all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+        try:
+            # By what options look like: True is 1 to Python, and not to a request.
+            form = (*map(_form, tensors), repr(options))
+        except RuntimeError:
+            pass  # a tensor that has no memory of its own, such as a nested one: its error is that of one device
+    if form in _right:
+        return
     q, k, v, sinks, slopes = tensors
     rapt.explain(q, k, v, sinks=sinks, alibi_slopes=slopes, **options)
     if form is not None:
@@ -293,17 +295,20 @@ def _forward(request, q, k, v, mask, sinks):
     """(out, lse, what backward needs beside the inputs)."""
     call, layout = request.call, request.layout
     q4, k4, v4 = (_four(t, layout) for t in (q, k, v))
-    answer, kept = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device), ()
-    into = _four(answer, layout)
+    new = lambda: torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)  # noqa: E731
+    answer, into, kept = None, None, ()
     if request.method == "ulysses":
         out, lse, kept = _ulysses(call, q4, k4, v4, sinks)
     elif request.method == "ring":
         out, lse = _methods.ring(call, q4, k4, v4, _mask(mask), call.slopes).finish(sinks)
     else:
-        # Sinks scale what is not rounded yet.
-        out, lse = _methods.all_gather(call, q4, k4, v4, _mask(mask), call.slopes, into if sinks is None else None).finish(sinks)
+        if sinks is None:  # which scale what is not rounded yet
+            answer = new()
+            into = _four(answer, layout)
+        out, lse = _methods.all_gather(call, q4, k4, v4, _mask(mask), call.slopes, into).finish(sinks)
     if out is not into:
-        into.copy_(out)
+        answer = new() if answer is None else answer
+        _four(answer, layout).copy_(out)
     return answer, lse[0] if request.is_single else lse, kept
 
 

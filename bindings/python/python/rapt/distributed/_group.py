@@ -190,8 +190,7 @@ def _told(peers, call, begun):
     if lost:
         names = " and ".join(f"rank {rank}" for rank in sorted(lost))
         raise PeerError(
-            f"{names} did not answer in call {peers.calls} of this group ({call}) within {peers.timeout.total_seconds():g} s: gone, or in "
-            f"no call. {lost[min(lost)]}. {_RESTART}"
+            f"{names} did not answer in call {peers.calls} of this group ({call}): {lost[min(lost)]}. {_RESTART}"
         )
     return [json.loads(page) for page in pages]
 

@@ -1,4 +1,7 @@
-"""What ranks of one host find one another by: its name, and files of memory that all of them can map."""
+"""What ranks of one host find one another by: its name, and files of memory that all of them can map.
+
+Deliberately absent: hosts without /proc and /dev/shm; their ranks send.
+"""
 
 import functools
 import os
@@ -30,12 +33,12 @@ def processes():
         return None
 
 
-def new_file(count):
-    """The path of a file of `count` bytes of memory, of this user alone, for whoever is told it. The caller unlinks it."""
+def new_file(count_bytes):
+    """The path of a file of so many bytes of memory, of this user alone, for whoever is told it. The caller unlinks it."""
     descriptor, path = tempfile.mkstemp(prefix=f"rapt-{os.getpid()}-", dir=_SHARED)
     try:
         with open(descriptor, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, count)
+            os.posix_fallocate(file.fileno(), 0, count_bytes)
     except OSError:
         os.unlink(path)
         raise

@@ -194,16 +194,16 @@ class Mapped:
 
     def exchange(self, sends, receives):
         """Begins what `_group.begin` begins; what is sent may have any strides. (What `wait` needs lies in this rank's part and is told there.)"""
-        starts, known = [], {}
+        starts, placed = [], {}
         for to in range(self.peers.world):
             tensors = [tensor for rank, tensor in sends if rank == to and tensor.numel()]
             # What several ranks get lies there once.
             key = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
-            if key not in known:
-                known[key] = self.used
+            if key not in placed:
+                placed[key] = self.used
                 for tensor in tensors:
                     self.put(tensor)
-            starts.append(known[key])
+            starts.append(placed[key])
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
         for _, tensor in receives:
             self._used_beside(tensor)
@@ -212,7 +212,7 @@ class Mapped:
 
 def copy(into, tensor):
     """`into.copy_(tensor)` of one dtype. On a GPU by the widest numbers that the rows of both are made of: PyTorch copies rows in another order one number after
-    another, and by 2 bytes it takes 2.7 times as long as by 16 (H200)."""
+    another: 64 MiB in 97 µs by 2 bytes and in 34 by 16 (H200, 2026-11)."""
     if tensor.is_cuda:
         wide = next((of for of in (torch.complex128, torch.int64) if all(_is_made_of(each, of.itemsize) for each in (into, tensor))), tensor.dtype)
         into, tensor = into.view(wide), tensor.view(wide)

@@ -1,7 +1,7 @@
 """All keys, a part of the heads at a time, where ranks read one another's memory (`_mapped`): what `_methods.all_gather` is otherwise sent, to its bits.
 
 Each rank puts all of its own, and tells when the first part lies ready and when all do: the others are put while the first is on its way. Each part is read
-while the one before it is computed with.
+while the one before it is computed with. Deliberately absent: a choice among the rows of a rank of whose keys some query sees a part; all are read.
 """
 
 import typing
@@ -16,7 +16,7 @@ class _Part(typing.NamedTuple):
 
     rows: torch.Tensor
     shape: tuple  # of all ranks'
-    row: int  # bytes
+    row_bytes: int
 
     @classmethod
     def of(cls, tensor, heads, total):
@@ -28,15 +28,16 @@ def read(call, k, v, heads, mask):
     """(all keys, all values) of these parts of the heads, one part after another. Of ranks whose keys no row sees nothing is read."""
     mapped, total = call.mapped, sum(call.kv_lengths)
     parts_of = lambda part: [_Part.of(tensor, part, total) for tensor in (k, v)]  # noqa: E731
+    most_heads = max(part.stop - part.start for part in heads)
+    memory = [[mapped.landing(total * t.shape[0] * most_heads * t.shape[3] * t.itemsize) for t in (k, v)] for _ in heads[:2]]
     parts = [parts_of(heads[0])]
     put = [[mapped.put(of.rows) for of in parts[0]]]
+    # Behind it the first part lies ready, and whatever used this memory before is done.
     free = mapped.mark()
     told = mapped.telling(put[0], free)
     parts += map(parts_of, heads[1:])
     put += [[mapped.put(of.rows) for of in part] for part in parts[1:]]
     all_put = mapped.mark()
-    most = max(of.row for part in parts for of in part) * total
-    memory = [[mapped.landing(most) for _ in (k, v)] for _ in heads[:2]]
     chunks = [
         (owner, *rows)
         for owner, of in enumerate(places(call.kv_lengths, call.order))
@@ -48,8 +49,8 @@ def read(call, k, v, heads, mask):
         """(the whole tensors of a part where they will be, the mark behind them)."""
         wholes, what = [], []
         for n, (of, octets) in enumerate(zip(parts[at], memory[at % 2])):
-            what += [(owner, starts[owner][n] + first * of.row, octets[start * of.row : stop * of.row]) for owner, first, start, stop in chunks]
-            wholes.append(octets[: total * of.row].view(k.dtype).view(of.shape).permute(1, 2, 0, 3))
+            what += [(owner, starts[owner][n] + first * of.row_bytes, octets[start * of.row_bytes : stop * of.row_bytes]) for owner, first, start, stop in chunks]
+            wholes.append(octets[: total * of.row_bytes].view(k.dtype).view(of.shape).permute(1, 2, 0, 3))
         return wholes, mapped.read(what, free)
 
     arriving = begin(0, told(), free)
