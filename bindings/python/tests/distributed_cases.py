@@ -29,7 +29,7 @@ import rapt
 import rapt.distributed as rd
 import rapt.torch as rt
 from rapt import _reference
-from rapt.distributed import _group, _host, _methods, _pages, _places
+from rapt.distributed import _methods, _places
 
 # Where PyTorch keeps what its users set of context_parallel.
 context_parallel_module = sys.modules["torch.distributed.tensor.experimental._context_parallel._attention"]
@@ -544,9 +544,15 @@ def _copies():
     return distributed_copies
 
 
+def _pages():
+    import distributed_pages  # which needs this module
+
+    return distributed_pages
+
+
 def cases(is_whole):
     """{name: what runs}."""
-    found = _copies().cases()
+    found = _copies().cases() | _pages().cases()
     for name, method, order in itertools.product(OPTIONS, METHODS, ORDERS):
         if "mask" in name and method == "ulysses":
             continue
@@ -566,7 +572,7 @@ def cases(is_whole):
             found[f"decode of {q_len}, {', '.join(options)}, {with_lengths}"] = functools.partial(decode, q_len, options, with_lengths)
     for run in (
         same_bits, batches_pair_by_order_alone, dead_rows_and_nan, values_that_are_infinite, lengths_of_one_layout, varlen, tokens_are_dealt_and_brought_together, differences_are_errors_on_every_rank,
-        a_group_is_a_part_of_the_ranks, pages_go_through_memory_or_the_backend, in_a_mesh, dtensors, *((a_model_of_transformers,) if is_whole else ()),
+        a_group_is_a_part_of_the_ranks, in_a_mesh, dtensors, *((a_model_of_transformers,) if is_whole else ()),
     ):  # fmt: skip
         found[run.__name__.replace("_", " ")] = run
     for is_balanced in (False, True):
@@ -589,19 +595,6 @@ def cases_on_gpus():
     for is_balanced in (False, True):
         found[f"context_parallel, balanced: {is_balanced}"] = functools.partial(parallel, is_balanced)
     return found
-
-
-def pages_go_through_memory_or_the_backend():
-    """Through memory where all ranks can; through the backend where one of them can watch no process. Answers and errors are the same."""
-    rank, q = dist.get_rank(), random(1, 4, 6, 8)
-    expected = rd.attention(q, q, q)
-    assert type(_group.peers_of(None).pages("attention")) is _pages.Shared
-    group = dist.new_group(list(range(WORLD)))
-    with mock.patch.object(_host, "processes", lambda own=_host.processes: None if rank == 1 else own()):
-        assert torch.equal(rd.attention(q, q, q, group=group), expected)
-    assert type(_group.peers_of(group).pages("attention")) is _pages.Sent
-    raises(rapt.OptionError, lambda: rd.attention(q, q, q, group=group, causal=rank == 2), "rank 2 has causal 'top_left'")
-    assert torch.equal(rd.attention(q, q, q, group=group), expected)
 
 
 # --- faults ------------------------------------------------------------------------------------------------------------------
@@ -639,23 +632,12 @@ def dies_within(rank, group):
     _expect_lost(lambda: rd.attention(q, q, q, group=group), "waited for the keys of rank")
 
 
-def _by_the_backend(run):
-    """A fault where pages go through the backend."""
-
-    def fault(rank, group):
-        with mock.patch.object(_host, "processes", lambda: None):
-            run(rank, group)
-
-    return fault
-
-
 FAULTS = {"dies before": dies_before, "hangs": hangs, "dies within": dies_within}
-FAULTS |= {"dies before, pages sent": _by_the_backend(functools.partial(dies_before, told="The backend says")), "hangs, pages sent": _by_the_backend(hangs)}
 
 
 def faults():
     """{name: what a rank of the world of its own does}."""
-    return FAULTS | _copies().FAULTS
+    return FAULTS | _copies().FAULTS | _pages().faults()
 
 
 # --- ranks -------------------------------------------------------------------------------------------------------------------
