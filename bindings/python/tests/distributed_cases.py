@@ -538,21 +538,17 @@ def a_model_of_transformers():
             hook.remove()
 
 
-def _copies():
-    import distributed_copies  # which needs this module
+def _others():
+    """The modules of more cases, which need this one."""
+    import distributed_copies
+    import distributed_pages
 
-    return distributed_copies
-
-
-def _pages():
-    import distributed_pages  # which needs this module
-
-    return distributed_pages
+    return distributed_copies, distributed_pages
 
 
 def cases(is_whole):
     """{name: what runs}."""
-    found = _copies().cases() | _pages().cases()
+    found = {name: run for module in _others() for name, run in module.cases().items()}
     for name, method, order in itertools.product(OPTIONS, METHODS, ORDERS):
         if "mask" in name and method == "ulysses":
             continue
@@ -582,7 +578,8 @@ def cases(is_whole):
 
 def cases_on_gpus():
     """The same of ranks with GPUs: gradients of every option, by every method; and how they are rounded. Few kernels, since most are compiled there."""
-    found = _copies().cases_on_gpus()
+    copies, _ = _others()
+    found = copies.cases_on_gpus()
     for name, method, order in itertools.product(OPTIONS, METHODS, ORDERS):
         if name == "large scores" or "mask" in name and method == "ulysses" or (order == "zigzag") != (name in ("causal", "slopes", "mask")):
             continue
@@ -637,7 +634,8 @@ FAULTS = {"dies before": dies_before, "hangs": hangs, "dies within": dies_within
 
 def faults():
     """{name: what a rank of the world of its own does}."""
-    return FAULTS | _copies().FAULTS | _pages().faults()
+    copies, pages = _others()
+    return FAULTS | copies.FAULTS | pages.FAULTS
 
 
 # --- ranks -------------------------------------------------------------------------------------------------------------------
@@ -667,7 +665,8 @@ def main_on_gpus(folder, world):
     LENGTHS = {name: tuple(of[:world] for of in both) for name, both in LENGTHS_ON_GPUS.items()}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     together = World(functools.partial(_each, cases_on_gpus()), f"{folder}/gpus", world, "nccl").found()
-    for name in _copies().FAULTS:
+    copies, _ = _others()
+    for name in copies.FAULTS:
         together |= World(functools.partial(_fault, name), f"{folder}/{name.replace(' ', '_').replace(',', '')}", world, "nccl").found()
     print(json.dumps(together))
     sys.stdout.flush()

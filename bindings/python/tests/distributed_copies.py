@@ -66,6 +66,20 @@ def packed_sequences():
                 assert torch.equal(expected, call(transport="copies")), method
 
 
+def keys_that_no_row_sees_are_not_read():
+    """By all_gather: of contiguous tokens under a causal mask a rank reads its own and those of ranks before it."""
+    rank, read, owners = dist.get_rank(), _mapped.Mapped.read, set()
+    q = base.random(1, 4, 6, 8).float()
+
+    def noted(mapped, what, after):
+        owners.update(owner for owner, *_ in what)
+        return read(mapped, what, after)
+
+    with mock.patch.object(_mapped.Mapped, "read", noted):
+        rd.attention(q, q, q, method="all_gather", causal=True, transport="copies")
+    assert owners == set(range(rank + 1)), owners
+
+
 def what_cannot_be_copied():
     """Is the same error on every rank, or sent where nobody asked for copies."""
     rank = dist.get_rank()
@@ -89,7 +103,8 @@ def what_cannot_be_copied():
 def cases():
     """{name: what runs}."""
     found = {f"copies give the bits of the backend, {method}": functools.partial(the_bits_of_the_backend, method) for method in METHODS}
-    return found | {"copies of packed sequences": packed_sequences, "what cannot be copied": what_cannot_be_copied}
+    more = (keys_that_no_row_sees_are_not_read, what_cannot_be_copied)
+    return found | {"copies of packed sequences": packed_sequences} | {run.__name__.replace("_", " "): run for run in more}
 
 
 def cases_on_gpus():

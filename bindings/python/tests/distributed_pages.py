@@ -40,9 +40,7 @@ def _sent(run):
     return fault
 
 
-def faults():
-    """{name: what a rank of the world of its own does}."""
-    return {
-        "dies before, pages sent": _sent(functools.partial(base.dies_before, told="The backend says")),
-        "hangs, pages sent": _sent(base.hangs),
-    }
+FAULTS = {
+    "dies before, pages sent": _sent(functools.partial(base.dies_before, told="The backend says")),
+    "hangs, pages sent": _sent(base.hangs),
+}

@@ -65,7 +65,7 @@ class Merged:
         self._written.append(rows)
 
     def finish(self, sinks=None):
-        """(out, lse), both in the accumulation dtype (but what was started in other memory), with the sinks of heads in the denominator. A dead row
+        """(out, lse) with the sinks of heads in the denominator: in the accumulation dtype, but out in the dtype of the memory that `start` got. A dead row
         stays dead beside a sink."""
         self.start()
         if sinks is not None:

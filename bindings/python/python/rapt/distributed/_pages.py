@@ -26,7 +26,7 @@ from . import _host
 # Bytes of a page, at most.
 PAGE = 4096
 _TAG = 900
-# Seconds of looking on without a pause, as long as ranks that call together are apart (100 to 200 µs on two H200s); then a pause is an eighth of what has been
+# Seconds of looking on without a pause, as long as ranks that call together are apart (100 to 200 µs on two H200s, 2026-11); then a pause is an eighth of what has been
 # waited, so that it makes a wait no more than that longer, up to what is nothing beside a rank that is late.
 _LOOKS, _PART, _LONGEST = 2e-4, 8, 1e-3
 
