@@ -578,8 +578,10 @@ def cases(is_whole):
 
 def cases_on_gpus():
     """The same of ranks with GPUs: gradients of every option, by every method; and how they are rounded. Few kernels, since most are compiled there."""
-    copies, _ = _others()
-    found = copies.cases_on_gpus()
+    import distributed_copies
+    import distributed_graphs
+
+    found = distributed_copies.cases_on_gpus() | distributed_graphs.cases_on_gpus()
     for name, method, order in itertools.product(OPTIONS, METHODS, ORDERS):
         if name == "large scores" or "mask" in name and method == "ulysses" or (order == "zigzag") != (name in ("causal", "slopes", "mask")):
             continue
