@@ -9,6 +9,13 @@ use super::simd::{Real, Simd};
 /// `2^t` for `t ≤ 1000` (f32: `≤ 126`); 0 below half a power of 2 under the smallest normal number. NaN stays NaN.
 #[inline(always)]
 pub(crate) unsafe fn exp2<S: Simd>(t: S::V) -> S::V {
+    // SAFETY: promised by the caller.
+    unsafe { exp2_by::<S>(S::Elem::EXP2, t) }
+}
+
+/// The same by one of the polynomials for `2^f`.
+#[inline(always)]
+pub(crate) unsafe fn exp2_by<S: Simd>(coefficients: &[S::Elem], t: S::V) -> S::V {
     // SAFETY: the caller vouches for the instruction set.
     unsafe {
         // max answers its second operand where one is NaN. At the bound the biased exponent is 0, and so is 2^n.
@@ -17,7 +24,7 @@ pub(crate) unsafe fn exp2<S: Simd>(t: S::V) -> S::V {
         let shifted = S::add(t, round);
         let f = S::sub(t, S::sub(shifted, round));
         // A product, not an integer sum: NaN times anything stays NaN, whatever its payload.
-        S::mul(polynomial::<S>(S::Elem::EXP2, f), S::pow2(shifted))
+        S::mul(polynomial::<S>(coefficients, f), S::pow2(shifted))
     }
 }
 

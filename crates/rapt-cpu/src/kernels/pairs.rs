@@ -6,7 +6,7 @@
 use half::bf16;
 
 use super::products::{Block, Lanes, Packing, Products};
-use super::simd::{Part, Simd};
+use super::simd::{Part, Real, Simd};
 use crate::problem::Input;
 
 /// Vectors whose 32-bit lanes can hold two bf16, the earlier one in the low half, bit for bit in a lane of f32.
@@ -56,6 +56,7 @@ impl<S: Bf16Pairs> Lanes<S> for Paired {
 }
 
 impl<S: Bf16Pairs> Products<S> for Paired {
+    const EXP2: &'static [f32] = f32::SHORT_EXP2;
     #[inline(always)]
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V {
         // A product of zeros adds nothing, so both ways give the same bits.

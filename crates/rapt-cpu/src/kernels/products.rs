@@ -40,6 +40,8 @@ pub(crate) trait Lanes<S: Simd>: Copy + 'static {
 pub(crate) trait Products<S: Simd>: Lanes<S> {
     /// Lanes that a number is the sum of: rows of weights that follow one another for each step.
     const PARTS: usize = 1;
+    /// The polynomial of probabilities.
+    const EXP2: &'static [S::Elem] = <S::Elem as Real>::EXP2;
     /// The same over the steps whose weight `x` is not [`Real::MASKED`]: what lies in `b` behind one that is has no say.
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V;
     /// Probabilities of `STEPS` keys as a lane; as one for each part, to rows `row` elements apart.

@@ -38,6 +38,8 @@ pub(crate) trait Real:
     const MASKED: Self;
     /// `2^f` for `|f| ≤ 1/2`, highest power first.
     const EXP2: &'static [Self];
+    /// The same to within 3e-6 of itself, for what is rounded to bf16 then: to 2e-3.
+    const SHORT_EXP2: &'static [Self];
     /// Numerator and denominator of `(tanh(y) − y) / y³` in `y²` for `|y| < 0.625`, highest power first.
     const TANH: (&'static [Self], &'static [Self]);
     /// From f64, rounded to nearest and clamped to finite numbers.
@@ -62,7 +64,7 @@ pub(crate) trait Real:
 }
 
 macro_rules! real {
-    ($real:ty, $round:expr, $underflow:expr, $exp2:expr, $tanh:expr, $to_f16:path, $to_bf16:path) => {
+    ($real:ty, $round:expr, $underflow:expr, [$exp2:expr, $short_exp2:expr], $tanh:expr, $to_f16:path, $to_bf16:path) => {
         impl Real for $real {
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
@@ -72,6 +74,7 @@ macro_rules! real {
             const UNDERFLOW: Self = $underflow;
             const MASKED: Self = -0.0;
             const EXP2: &'static [Self] = &$exp2;
+            const SHORT_EXP2: &'static [Self] = &$short_exp2;
             const TANH: (&'static [Self], &'static [Self]) = $tanh;
             fn from_f64_clamped(x: f64) -> Self {
                 (x as $real).clamp(<$real>::MIN, <$real>::MAX)
@@ -122,13 +125,17 @@ macro_rules! real {
     };
 }
 
-// 2^f: near-minimax of degree 6 with p(0) = 1 exactly: relative error 1.6e-8 with these coefficients in f32 (degree 5: 1.1e-7).
+// 2^f: near-minimax of degree 6 with p(0) = 1 exactly: relative error 1.6e-8 with these coefficients in f32 (degree 5: 1.1e-7); of degree 4, 2.9e-6
+// (degree 3: 1.0e-4, which a row's lse would show).
 // tanh: the polynomials of Cephes (Moshier), 2 ulp.
 real!(
     f32,
     12_583_039.0,
     -127.0,
-    [1.535_336_2e-4, 0.001_339_887_5, 0.009_618_437, 0.055_503_324, 0.240_226_48, std::f32::consts::LN_2, 1.0],
+    [
+        [1.535_336_2e-4, 0.001_339_887_5, 0.009_618_437, 0.055_503_324, 0.240_226_48, std::f32::consts::LN_2, 1.0],
+        [0.009_582_856, 0.055_906_43, 0.240_240_99, 0.693_124_2, 1.0]
+    ],
     (&[-5.704_988_7e-3, 2.063_909e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328e-1], &[1.0]),
     f16::from_f32,
     bf16::from_f32
@@ -151,7 +158,7 @@ real!(
     f64,
     6_755_399_441_056_767.0,
     -1023.0,
-    exp2_taylor(),
+    [exp2_taylor(), exp2_taylor()],
     (
         &[-9.643_991_794_250_522e-1, -9.928_772_310_019_185e1, -1.614_687_684_417_084_5e3],
         &[1.0, 1.128_116_784_916_329_3e2, 2.235_488_390_601_004_5e3, 4.844_063_053_251_255e3]

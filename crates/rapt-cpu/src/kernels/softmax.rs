@@ -9,7 +9,7 @@
 //! (Milakov & Gimelshein 2018.) `x − m` is taken before it is scaled: no product with log2(e) can overflow, and a score at
 //! the lowest finite number stays a number. NaN never enters the maximum and always enters the sum.
 
-use super::math::{exp2, tanh};
+use super::math::{exp2, exp2_by, tanh};
 use super::simd::{Real, Simd};
 use crate::problem::Scores;
 
@@ -96,9 +96,21 @@ pub(crate) unsafe fn max_skipping_nan<S: Simd>(m: S::V, x: S::V) -> S::V {
 /// `p = 2^((x − m) · scale_log2)`; [`Real::MASKED`] where `MASKED` and x is −inf.
 #[inline(always)]
 pub(crate) unsafe fn probability<S: Simd, const MASKED: bool>(x: S::V, m: S::V, scale_log2: S::V) -> S::V {
+    // SAFETY: promised by the caller.
+    unsafe { probability_by::<S, MASKED>(S::Elem::EXP2, x, m, scale_log2) }
+}
+
+/// The same by one of the polynomials for `2^f`.
+#[inline(always)]
+pub(crate) unsafe fn probability_by<S: Simd, const MASKED: bool>(
+    coefficients: &[S::Elem],
+    x: S::V,
+    m: S::V,
+    scale_log2: S::V,
+) -> S::V {
     // SAFETY: the caller vouches for the instruction set.
     unsafe {
-        let p = exp2::<S>(S::mul(S::sub(x, m), scale_log2));
+        let p = exp2_by::<S>(coefficients, S::mul(S::sub(x, m), scale_log2));
         if MASKED { S::select(S::eq(x, S::splat(S::Elem::NEG_INFINITY)), S::splat(S::Elem::MASKED), p) } else { p }
     }
 }

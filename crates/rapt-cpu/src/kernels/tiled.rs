@@ -25,7 +25,7 @@ use super::parts::{
     self, AddSums, AmendScores, CleanParts, FindOdd, Numbers, all_have_parts, has_odd, odd_numbers, row_of_tiles,
 };
 use super::products::{Block, Lanes, Packing, Products};
-use super::simd::{Part, Simd};
+use super::simd::{Part, Real, Simd};
 use crate::arch::amx::{InMemory, Operands, Parts, SIDE, TILE, multiply, unit};
 use crate::gemm::product;
 use crate::problem::Input;
@@ -67,6 +67,7 @@ impl<S: Bf16Pairs, T: Numbers<S>> Lanes<S> for Tiled<T> {
 
 impl<S: Bf16Pairs, T: Numbers<S>> Products<S> for Tiled<T> {
     const PARTS: usize = T::PARTS;
+    const EXP2: &'static [f32] = if T::PARTS == 1 { f32::SHORT_EXP2 } else { f32::EXP2 };
     #[inline(always)]
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V {
         // SAFETY: promised by the caller.

@@ -11,7 +11,7 @@ use std::marker::PhantomData;
 
 use super::blocks::{Beside, BlockProducts};
 use super::simd::{Part, Real, Simd};
-use super::softmax::{Modifier, max_skipping_nan, probability, rescale, subtractable};
+use super::softmax::{Modifier, max_skipping_nan, probability_by, rescale, subtractable};
 use crate::problem::{Problem, Row, Scores};
 
 /// The most lanes of a tile: two vectors of 16.
@@ -311,7 +311,7 @@ unsafe fn weights<S: Simd, M: BlockProducts<S>, const V: usize, const MASKED: bo
             for (key, p) in p.iter_mut().enumerate().take(keys) {
                 let j = step * M::STEPS + key;
                 let score = score::<S>(at.add(j * queries), codes, j);
-                *p = probability::<S, MASKED>(score, subtract[v], scale_log2);
+                *p = probability_by::<S, MASKED>(M::EXP2, score, subtract[v], scale_log2);
                 if M::PARTS > M::STEPS {
                     S::store(at.add(j * queries), *p);
                 }
