@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use rapt_core::{
-    Arch, Causal, CodesForm, DType, Device, Extent, Format, Granularity, Options, Qkv, Result as CoreResult, Shape,
-    Spec, SpecBuilder, TensorLayout, View,
+    Arch, BackwardSpec, Causal, CodesForm, DType, Device, Extent, Format, GradientForms, Granularity, Options, Qkv,
+    Result as CoreResult, Shape, Spec, SpecBuilder, TensorLayout, View,
 };
 use rustc_hash::FxHashSet;
 
@@ -18,7 +18,7 @@ use crate::artifacts::nvrtc::{CompiledFacts, compile_with_log};
 use crate::codes::{Codes, TileScales};
 use crate::driver::{Compiler, Cubin, Nvrtc};
 use crate::error::{CudaError, Result};
-use crate::select::{Caps, variants};
+use crate::select::{Caps, backward_variants, variants};
 use crate::variant::{Algorithm, DECODE_BLOCK_M, KernelVariant, Sequences};
 
 /// How much is compiled ahead.
@@ -83,6 +83,15 @@ impl Request {
     const fn new(dtype: DType, head_dim: usize, mask: Option<DType>) -> Self {
         Request { dtype, dims: (head_dim, head_dim), mask, softcap: None, codes: None, sequences: Sequences::Even }
     }
+
+    /// Whether its gradients are asked for too.
+    fn is_trained(&self) -> bool {
+        let is_plain = self.mask.is_none() && self.softcap.is_none() && self.codes.is_none();
+        is_plain
+            && self.sequences == Sequences::Even
+            && self.dtype != DType::F64
+            && matches!(self.dims, (64, 64) | (128, 128))
+    }
 }
 
 /// The requests of an assortment on an architecture. Which kernels they come to is select's matter: most head dims of float32
@@ -141,21 +150,39 @@ fn requests(assortment: Assortment, arch: Arch) -> Vec<Request> {
 /// Keys of a page of the specs of this file.
 const PAGE: usize = 16;
 
-/// The spec of tensors that are never read: `[1, heads, len, head_dim]`, with a `[1, 1, q_len, kv_len]` mask, a cache, or sequences one
-/// after another.
+/// A tensor that is never read.
+fn view(name: &'static str, dtype: DType, shape: &[usize]) -> CoreResult<View<'static>> {
+    let shape = Shape::new(shape).unwrap_or(Shape::from([0; 4]));
+    let strides = shape.contiguous().unwrap_or(rapt_core::Strides::from([0; 4]));
+    let nowhere = std::ptr::without_provenance(1 << 20);
+    // SAFETY: a spec is made of it, which holds no pointer; nobody reads it.
+    unsafe { View::from_raw_parts(name, nowhere, dtype, shape, strides, Device::Cuda(0), Extent::Declared) }
+}
+
+/// The gradients of `[1, heads, len, head_dim]` tensors without a mask.
+fn gradients(
+    request: &Request,
+    [heads, kv_heads]: [usize; 2],
+    [q_len, kv_len]: [usize; 2],
+    options: &Options,
+) -> CoreResult<BackwardSpec> {
+    let (dtype, (head_dim, head_dim_v)) = (request.dtype, request.dims);
+    let q = view("q", dtype, &[1, heads, q_len, head_dim])?;
+    let k = view("k", dtype, &[1, kv_heads, kv_len, head_dim])?;
+    let v = view("v", dtype, &[1, kv_heads, kv_len, head_dim_v])?;
+    let d_o = view("d_o", dtype, &[1, heads, q_len, head_dim_v])?;
+    let forward = Spec::builder(&q, &k, &v, options).return_lse(true).build()?;
+    let [dq, dk, dv] = [&q, &k, &v].map(|of| Some(of.into()));
+    BackwardSpec::new(forward, &GradientForms { dq, dk, dv, ..GradientForms::new(&d_o) })
+}
+
+/// The spec of `[1, heads, len, head_dim]` tensors, with a `[1, 1, q_len, kv_len]` mask, a cache, or sequences one after another.
 fn spec(
     request: &Request,
     [heads, kv_heads]: [usize; 2],
     [q_len, kv_len]: [usize; 2],
     options: &Options,
 ) -> CoreResult<Spec> {
-    let view = |name, dtype, shape: &[usize]| {
-        let shape = Shape::new(shape).unwrap_or(Shape::from([0; 4]));
-        let strides = shape.contiguous().unwrap_or(rapt_core::Strides::from([0; 4]));
-        let nowhere = std::ptr::without_provenance(1 << 20);
-        // SAFETY: a spec is made of it, which holds no pointer; nobody reads it.
-        unsafe { View::from_raw_parts(name, nowhere, dtype, shape, strides, Device::Cuda(0), Extent::Declared) }
-    };
     let (dtype, (head_dim, head_dim_v)) = (request.dtype, request.dims);
     if request.sequences == Sequences::Varlen {
         let options = Options { layout: TensorLayout::Bshd, ..*options };
@@ -231,9 +258,11 @@ pub fn common_variants(arch: Arch, assortment: Assortment) -> CoreResult<Vec<Ker
                 for heads in [[8, 8], [8, 2]] {
                     for causal in causals.into_iter().take(if is_cache { 2 } else { 3 }) {
                         let options = Options { causal, softcap: request.softcap, ..Options::default() };
-                        let spec = spec(request, heads, lengths, &options)?;
-                        let mut found = variants(&spec, &caps)?;
+                        let mut found = variants(&spec(request, heads, lengths, &options)?, &caps)?;
                         found.retain(is_common);
+                        if assortment == Assortment::Whole && request.is_trained() && lengths[0] == lengths[1] {
+                            found.extend(backward_variants(&gradients(request, heads, lengths, &options)?, &caps)?);
+                        }
                         let found = found.iter().map(bundled::of_family);
                         all.extend(found.filter(|variant| seen.insert(*variant)));
                     }
@@ -402,7 +431,36 @@ mod tests {
             let prompts =
                 |variant: &&KernelVariant| variant.algorithm == Algorithm::Mma && variant.codes != Codes::None;
             assert_eq!(variants.iter().filter(prompts).count(), 4, "{arch:?}: int8, e4m3fn, int4 and nvfp4");
-            assert!(variants.len() < 152, "{} kernels: too many for a wheel's build", variants.len());
+            assert!(variants.len() < 180, "{} kernels: too many for a wheel's build", variants.len());
+        }
+    }
+
+    #[test]
+    fn a_step_of_training_finds_its_kernels() {
+        for arch in Assortment::Whole.archs() {
+            let (core, whole) = (distinct(*arch, Assortment::Core), distinct(*arch, Assortment::Whole));
+            assert!(
+                !core.iter().any(|variant| variant.algorithm.pass().is_some()),
+                "{arch:?}: each change would compile them"
+            );
+            let caps = Caps {
+                arch: *arch,
+                multiprocessors: 132,
+                shared_bytes: DEVICES.iter().find(|(own, ..)| own == arch).unwrap().2 * 1024,
+                clock_hz: None,
+                bandwidth: None,
+            };
+            for (dtype, head_dim) in [DType::F16, DType::BF16, DType::F32].into_iter().zip([64, 128, 64]) {
+                let options = Options { causal: Some(Causal::TopLeft), ..Options::default() };
+                let request = Request::new(dtype, head_dim, None);
+                let spec = gradients(&request, [12, 12], [1000, 1000], &options).unwrap();
+                let mut needed = variants(spec.forward(), &caps).unwrap();
+                needed.extend(backward_variants(&spec, &caps).unwrap());
+                assert!(needed.iter().any(|variant| variant.algorithm.pass().is_some()));
+                for variant in needed {
+                    assert!(whole.contains(&bundled::of_family(&variant)), "{arch:?}: {variant}");
+                }
+            }
         }
     }
 
