@@ -43,7 +43,7 @@ Builds the wheel into target/wheels and checks what it asks of the system that l
 Kernels for NVIDIA GPUs are compiled into it with the NVRTC of xtask/requirements/nvrtc.txt, more of them than `cargo xtask
 test` compiles: minutes the first time. Where it cannot be fetched a notice says so, and the wheel compiles them when they are
 needed.
-Checked: at most 19 MB (8 MB that of Vulkan), the abi3 tag, that of the platform or of an older system (manylinux_2_28, musllinux_1_2, macOS 11.0 or
+Checked: at most 24 MB (8 MB that of Vulkan), the abi3 tag, that of the platform or of an older system (manylinux_2_28, musllinux_1_2, macOS 11.0 or
 10.12) and no symbol newer than it has, one library, which needs none but the system's (no libtorch, no libpython, no libvulkan), the licences and those of third parties inside, stubs and py.typed inside.";
 
 /// Imports, and computes every kernel's self-test; without numpy.

@@ -9,8 +9,8 @@ use crate::platforms::{self, Platform};
 use crate::python::{BUILD_REQUIREMENTS, Distribution, RAPT, VULKAN, Venv};
 use crate::shell::{Failure, Outcome, say, show, step};
 
-/// Most bytes of the wheel, kernels for GPUs included (6.0 and 12.1 MB, 513 kernels, 2026-11), and of that of Vulkan.
-const MOST_BYTES: u64 = 19_000_000;
+/// Most bytes of the wheel, kernels for GPUs included (20.6 MB, 587 kernels, 2026-12), and of that of Vulkan.
+const MOST_BYTES: u64 = 24_000_000;
 const MOST_BYTES_VULKAN: u64 = 8_000_000;
 
 /// Ends of names that must be in a wheel.
