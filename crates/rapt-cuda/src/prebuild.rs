@@ -24,7 +24,7 @@ use crate::variant::{Algorithm, DECODE_BLOCK_M, KernelVariant, Sequences};
 /// How much is compiled ahead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Assortment {
-    /// Every kernel in the forms that are asked for most, for the architectures that each change is compiled for.
+    /// Every kernel of forward in the forms that are asked for most, for the architectures that each change is compiled for.
     Core,
     /// What a package ships: what models of today ask for.
     Whole,
@@ -437,28 +437,26 @@ mod tests {
 
     #[test]
     fn a_step_of_training_finds_its_kernels() {
-        for arch in Assortment::Whole.archs() {
-            let (core, whole) = (distinct(*arch, Assortment::Core), distinct(*arch, Assortment::Whole));
-            assert!(
-                !core.iter().any(|variant| variant.algorithm.pass().is_some()),
-                "{arch:?}: each change would compile them"
-            );
-            let caps = Caps {
-                arch: *arch,
-                multiprocessors: 132,
-                shared_bytes: DEVICES.iter().find(|(own, ..)| own == arch).unwrap().2 * 1024,
-                clock_hz: None,
-                bandwidth: None,
-            };
-            for (dtype, head_dim) in [DType::F16, DType::BF16, DType::F32].into_iter().zip([64, 128, 64]) {
-                let options = Options { causal: Some(Causal::TopLeft), ..Options::default() };
-                let request = Request::new(dtype, head_dim, None);
-                let spec = gradients(&request, [12, 12], [1000, 1000], &options).unwrap();
-                let mut needed = variants(spec.forward(), &caps).unwrap();
-                needed.extend(backward_variants(&spec, &caps).unwrap());
-                assert!(needed.iter().any(|variant| variant.algorithm.pass().is_some()));
-                for variant in needed {
-                    assert!(whole.contains(&bundled::of_family(&variant)), "{arch:?}: {variant}");
+        for arch in Assortment::Core.archs() {
+            let is_without = distinct(*arch, Assortment::Core).iter().all(|variant| variant.algorithm.pass().is_none());
+            assert!(is_without, "{arch:?}: each change would compile them");
+        }
+        for (arch, multiprocessors, shared_kib) in DEVICES {
+            let whole = distinct(bundled::family(arch), Assortment::Whole);
+            let caps = Caps { arch, multiprocessors, shared_bytes: shared_kib * 1024, clock_hz: None, bandwidth: None };
+            for (dtype, head_dim) in
+                [DType::F16, DType::BF16, DType::F32].into_iter().flat_map(|dtype| [(dtype, 64), (dtype, 128)])
+            {
+                for (causal, kv_heads) in [(None, 12), (Some(Causal::TopLeft), 12), (Some(Causal::TopLeft), 4)] {
+                    let options = Options { causal, ..Options::default() };
+                    let request = Request::new(dtype, head_dim, None);
+                    let spec = gradients(&request, [12, kv_heads], [1000, 1000], &options).unwrap();
+                    let mut needed = variants(spec.forward(), &caps).unwrap();
+                    needed.extend(backward_variants(&spec, &caps).unwrap());
+                    assert!(needed.iter().any(|variant| variant.algorithm.pass().is_some()));
+                    for variant in needed {
+                        assert!(whole.contains(&bundled::of_family(&variant)), "{arch:?}: {variant}");
+                    }
                 }
             }
         }
