@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use crate::metadata::{Workspace, root};
 use crate::shell::{Failure, cargo, show};
 
-/// Builds these targets of the workspace (such as `--bin rapt`), and gives the folder in which they lie.
+/// Builds these targets of the workspace (such as `--bin rapt` or `--lib`), and gives the folder in which they lie.
 pub(crate) fn debug(targets: &[&str]) -> Result<PathBuf, Failure> {
     show(cargo(["build", "--quiet", "--workspace", "--example", "ship"]).args(targets).current_dir(root()))?;
     Ok(Workspace::load()?.target.join("debug"))

@@ -165,14 +165,21 @@ impl Platform {
             })
     }
 
-    /// What is wrong with what a library asks for.
-    pub(crate) fn wrong_needs(&self, file: &str, needs: Option<&Needs>) -> Vec<String> {
+    /// What a library asks for that no such system has, however new.
+    pub(crate) fn foreign(&self, file: &str, needs: Option<&Needs>) -> Vec<String> {
         let Some(needs) = needs else { return vec![format!("{file} is no 64-bit library")] };
         let foreign = needs.libraries.iter().filter(|library| !self.system.contains(&library.as_str()));
         let mut wrong: Vec<String> = foreign.map(|library| format!("{file} needs {library}")).collect();
         if !self.triple.starts_with(needs.machine) {
             wrong.push(format!("{file} is for {}", needs.machine));
         }
+        wrong
+    }
+
+    /// What is wrong with what a library asks for.
+    pub(crate) fn wrong_needs(&self, file: &str, needs: Option<&Needs>) -> Vec<String> {
+        let mut wrong = self.foreign(file, needs);
+        let Some(needs) = needs else { return wrong };
         let (least, what) = if self.is_macos() { (needs.macos(), "macOS") } else { (needs.glibc(), "glibc") };
         if let Some((major, minor)) = least.filter(|least| *least > self.newest) {
             let (newest, newer) = self.newest;
@@ -228,6 +235,7 @@ mod tests {
         let wrong = linux.wrong_needs("rapt/_native.abi3.so", Some(&needs)).join("\n");
         assert!(wrong.contains("libtorch_cpu.so") && wrong.contains("libpython3.11") && wrong.contains("glibc 2.34"));
         assert_eq!(wrong.lines().count(), 3);
+        assert_eq!(linux.foreign("rapt/_native.abi3.so", Some(&needs)), wrong.lines().take(2).collect::<Vec<_>>());
         assert_eq!(linux.wrong_needs("x.so", None).len(), 1);
         let wrong = |name: &str, needs: &Needs| named(name).wrong_needs("x", Some(needs));
         assert_eq!(wrong("manylinux_2_28_aarch64", &of(&["libc.so.6"], "GLIBC_2.28")), ["x is for x86_64"]);

@@ -11,7 +11,7 @@ use std::process::Command;
 use crate::licenses;
 use crate::metadata::{Workspace, root};
 use crate::platforms::{self, Platform};
-use crate::shell::{Failure, Outcome, capture, command, copy, read, say, show, step, write};
+use crate::shell::{Failure, Outcome, capture, command, copy, read, remove_folder, say, show, step, write};
 
 /// The oldest Python that the wheel supports: `abi3-py310`.
 const OLDEST: (u32, u32) = (3, 10);
@@ -264,10 +264,27 @@ impl Venv {
             }
             show(&mut maturin)
         })?;
-        match wheels(folder).as_slice() {
-            [wheel] => Ok(wheel.clone()),
-            found => Err(Failure::Check(format!("{} holds {} wheels, not one", folder.display(), found.len()))),
-        }
+        only_wheel(folder)
+    }
+
+    /// Packs the wheel of Rapt around a library that is built already, for this machine alone, and gives its path. maturin writes what the wheel
+    /// says of itself.
+    pub(crate) fn pack_built(&self, library: &Path, target: &Path) -> Result<PathBuf, Failure> {
+        step("pack the wheel around the library of the tests", || {
+            let (content, folder) = (target.join("package-content"), target.join("wheels-tested"));
+            remove_folder(&content)?;
+            remove_folder(&folder)?;
+            std::fs::create_dir_all(&folder).map_err(Failure::file(&folder))?;
+            let stage = stage(&RAPT, target, true)?;
+            copy(&stage.join("python"), &content)?;
+            let module = content.join("rapt/_native.abi3.so");
+            std::fs::copy(library, module).map_err(Failure::file(library))?;
+            let mut maturin = self.python(["-m", "maturin", "pep517", "write-dist-info", "--metadata-directory"]);
+            // What it prints is the folder's name.
+            capture(maturin.arg(&content).env("CARGO_TARGET_DIR", target).current_dir(stage))?;
+            show(self.python(["-m", "wheel", "pack", "--dest-dir"]).arg(&folder).arg(&content))?;
+            only_wheel(&folder)
+        })
     }
 
     /// Builds the package of sources, from which pip and cargo build the wheel, into `folder` and gives its path.
@@ -302,9 +319,7 @@ impl Venv {
 /// The package as maturin takes it: with the kernels in [`SHIPPED`], if it has any, or a list of licences.
 fn stage(of: &Distribution, target: &Path, has_kernels: bool) -> Result<PathBuf, Failure> {
     let (source, stage) = (root().join(of.binding), target.join(of.stage));
-    if stage.exists() {
-        std::fs::remove_dir_all(&stage).map_err(Failure::file(&stage))?;
-    }
+    remove_folder(&stage)?;
     std::fs::create_dir_all(&stage).map_err(Failure::file(&stage))?;
     if of.name == RAPT.name {
         copy(&source.join("python"), &stage.join("python"))?;
@@ -333,6 +348,13 @@ fn stage(of: &Distribution, target: &Path, has_kernels: bool) -> Result<PathBuf,
 
 fn listed(folder: &Path) -> Vec<PathBuf> {
     std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
+}
+
+fn only_wheel(folder: &Path) -> Result<PathBuf, Failure> {
+    match wheels(folder).as_slice() {
+        [wheel] => Ok(wheel.clone()),
+        found => Err(Failure::Check(format!("{} holds {} wheels, not one", folder.display(), found.len()))),
+    }
 }
 
 fn wheels(folder: &Path) -> Vec<PathBuf> {

@@ -1,12 +1,13 @@
 //! Everything that must hold before a change is taken.
 //!
 //! ```text
-//! fmt ─┬─► build what compiles kernels ─► clippy ─► build the tests ─► tidy ─► cargo test ──────────────────┬─► pytest
-//!      └─► uv ─► kernels by NVRTC ─► wheel ─┴─► the kernels that tests ask for ─► docs ─► C ─► Vulkan ──────┘
+//! fmt ─┬─► build what compiles kernels ─► clippy ─► build the tests ─► tidy ─► cargo test ──────────────────────────────┬─► pytest
+//!      └─► uv ─► kernels by NVRTC ───────────────────────────┴─► wheel ─► the kernels that tests ask for ─► docs ─► C ─► Vulkan ─┘
 //! ```
-//! Two sides at once, because NVRTC, installers and the last pass of a release build each keep one core busy at most. The lower
-//! one builds in `target/debug`, which cargo locks, only when the tests are built; from then on it has what else takes one core, so that
-//! both end at about the same time. pytest runs alone, as some of its tests take the time.
+//! Two sides at once, because NVRTC and installers each keep one core busy at most. The lower one builds in `target/debug`, which cargo
+//! locks, only when the tests are built; from then on it has what else takes one core, so that both end at about the same time. pytest
+//! runs alone, as some of its tests take the time, and from a wheel around the library of the tests' build: with its assertions, and
+//! without a second compilation of every kernel, which took a tenth of all (2026-12). `cargo xtask wheel` and the demo build a release's.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,13 +18,13 @@ use crate::cubins::{self, Kernels};
 use crate::metadata::{Workspace, root};
 use crate::python::{BINDING, BUILD_REQUIREMENTS, RAPT, Venv};
 use crate::shell::{Failure, Outcome, cargo, say, show, side_by_side, step};
-use crate::{c, cross, docs, mlx, platforms, targets, tidy, vulkan, web, wheel};
+use crate::{built, c, cross, docs, mlx, platforms, targets, tidy, vulkan, web, wheel};
 
 pub(crate) const HELP: &str = "\
 cargo xtask test [--gpu | --torch VERSION | --archives VERSION | --target PLATFORM [PACKAGE]...]
 
 Formatting, lints, tidy, the documentation, the Rust tests, C programs against the C library, the backend for Vulkan on
-lavapipe, the wheel's check, and pytest from the installed wheel.
+lavapipe, and pytest from an installed wheel, which is checked.
 
   --gpu             only what takes too long for every change: kernels for CUDA in every size; kernels for Metal, every
                     variant, compiled as C++ and run; the backend for Vulkan with its whole suite, on lavapipe and on the
@@ -141,8 +142,8 @@ fn package(
     let Ok(compiler) = compiler.recv() else { return Ok(()) };
     let library = cubins::ship(venv, target, Kernels::Core, false, || Ok(compiler))?;
     let _ = has_fetched.send(Fetched { nvrtc: library.clone(), mlx: mlx::headers(venv, target)? });
-    install(venv, &venv.pack(&RAPT, target, false)?)?;
     let Ok(()) = tests.recv() else { return Ok(()) };
+    install_built(venv, target)?;
     if let Some(library) = library {
         let mut compile = cargo(["test", "--workspace", "--test", "compile"]);
         compile.env("RAPT_NVRTC", library);
@@ -225,6 +226,18 @@ fn requirement(torch: &str) -> Result<String, Failure> {
 fn install(venv: &Venv, built: &Path) -> Outcome {
     wheel::check(venv, &RAPT, platforms::here(), built, Kernels::Core)?;
     venv.install(built)
+}
+
+/// Installs a wheel around the library of the tests' build. Elsewhere than on Linux a library for Python is linked otherwise than others are,
+/// as maturin knows.
+fn install_built(venv: &Venv, target: &Path) -> Outcome {
+    if cfg!(not(target_os = "linux")) {
+        return install(venv, &venv.pack(&RAPT, target, false)?);
+    }
+    let library = built::debug(&["--lib"])?.join("lib_native.so");
+    let wheel = venv.pack_built(&library, target)?;
+    wheel::check_here(venv, &wheel, Kernels::Core)?;
+    venv.install(&wheel)
 }
 
 fn pytest(venv: &Venv) -> Outcome {

@@ -2,12 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::binary;
+use crate::binary::{self, Needs};
 use crate::cubins::{self, Kernels};
 use crate::metadata::Workspace;
 use crate::platforms::{self, Platform};
 use crate::python::{BUILD_REQUIREMENTS, Distribution, RAPT, VULKAN, Venv};
-use crate::shell::{Failure, Outcome, say, show, step};
+use crate::shell::{Failure, Outcome, remove_folder, say, show, step};
 
 /// Most bytes of the wheel, kernels for GPUs included (20.6 MB, 587 kernels, 2026-12), and of that of Vulkan.
 const MOST_BYTES: u64 = 24_000_000;
@@ -38,45 +38,67 @@ pub(crate) fn build(venv: &Venv, target: &Path, kernels: Kernels, offline: bool)
     venv.pack(&RAPT, target, offline)
 }
 
-/// Unpacks a wheel beside itself and checks name, contents and needs.
+/// Checks a wheel that is shipped: its name, size and contents, and what its library needs.
 pub(crate) fn check(venv: &Venv, of: &Distribution, platform: &Platform, wheel: &Path, kernels: Kernels) -> Outcome {
     step("check the wheel", || {
-        let folder = wheel.with_extension("unpacked");
-        if folder.exists() {
-            std::fs::remove_dir_all(&folder).map_err(Failure::file(&folder))?;
-        }
-        show(venv.python(["-m", "zipfile", "-e"]).arg(wheel).arg(&folder))?;
-        let mut names = Vec::new();
-        list(&folder, &folder, &mut names).map_err(Failure::file(&folder))?;
         let file = wheel.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let is_rapt = of.name == RAPT.name;
         let mut wrong = wrong_tags(of.name, platform, &file);
-        wrong.extend(missing(&names, is_rapt));
         wrong.extend(wrong_size(wheel, if is_rapt { MOST_BYTES } else { MOST_BYTES_VULKAN })?);
-        if is_rapt && platform.has_cuda {
-            wrong.extend(cubins::wrong(&names, &Workspace::load()?.target, kernels));
-        }
-        let is_library = |name: &&String| [".so", ".pyd", ".dll", ".dylib"].iter().any(|end| name.ends_with(end));
-        let libraries: Vec<&String> = names.iter().filter(is_library).collect();
-        if libraries.len() != 1 {
-            wrong.push(format!("holds {} libraries, not one", libraries.len()));
-        }
-        for name in libraries {
-            let path = folder.join(name);
-            let bytes = std::fs::read(&path).map_err(Failure::file(&path))?;
-            let needs = binary::needs(&bytes);
-            wrong.extend(platform.wrong_needs(name, needs.as_ref()));
-            if let Some(needs) = needs {
-                let oldest = needs.glibc().map(|(major, minor)| format!(", glibc {major}.{minor}"));
-                let oldest = oldest.or_else(|| needs.macos().map(|(major, minor)| format!(", macOS {major}.{minor}")));
-                let libraries: Vec<&str> = needs.libraries.iter().map(String::as_str).collect();
-                let (len, oldest) = (bytes.len(), oldest.unwrap_or_default());
-                say(format_args!("{name}: {len} bytes{oldest}; needs {}", libraries.join(", ")));
-            }
-        }
-        std::fs::remove_dir_all(&folder).map_err(Failure::file(&folder))?;
+        wrong.extend(wrong_contents(venv, of, platform, wheel, (kernels, Platform::wrong_needs))?);
         if wrong.is_empty() { Ok(()) } else { Err(Failure::Check(format!("{file}:\n  {}", wrong.join("\n  ")))) }
     })
+}
+
+/// Checks a wheel of Rapt for this machine alone: its contents, and which libraries it needs.
+pub(crate) fn check_here(venv: &Venv, wheel: &Path, kernels: Kernels) -> Outcome {
+    step("check the wheel", || {
+        let wrong = wrong_contents(venv, &RAPT, platforms::here(), wheel, (kernels, Platform::foreign))?;
+        if wrong.is_empty() { Ok(()) } else { Err(Failure::Check(wrong.join("\n  "))) }
+    })
+}
+
+/// Judges what the library of this name asks for.
+type Judge = fn(&Platform, &str, Option<&Needs>) -> Vec<String>;
+
+/// What is wrong with what lies in a wheel, which is unpacked beside itself.
+fn wrong_contents(
+    venv: &Venv,
+    of: &Distribution,
+    platform: &Platform,
+    wheel: &Path,
+    (kernels, judge): (Kernels, Judge),
+) -> Result<Vec<String>, Failure> {
+    let is_rapt = of.name == RAPT.name;
+    let folder = wheel.with_extension("unpacked");
+    remove_folder(&folder)?;
+    show(venv.python(["-m", "zipfile", "-e"]).arg(wheel).arg(&folder))?;
+    let mut names = Vec::new();
+    list(&folder, &folder, &mut names).map_err(Failure::file(&folder))?;
+    let mut wrong = missing(&names, is_rapt);
+    if is_rapt && platform.has_cuda {
+        wrong.extend(cubins::wrong(&names, &Workspace::load()?.target, kernels));
+    }
+    let is_library = |name: &&String| [".so", ".pyd", ".dll", ".dylib"].iter().any(|end| name.ends_with(end));
+    let libraries: Vec<&String> = names.iter().filter(is_library).collect();
+    if libraries.len() != 1 {
+        wrong.push(format!("holds {} libraries, not one", libraries.len()));
+    }
+    for name in libraries {
+        let path = folder.join(name);
+        let bytes = std::fs::read(&path).map_err(Failure::file(&path))?;
+        let needs = binary::needs(&bytes);
+        wrong.extend(judge(platform, name, needs.as_ref()));
+        if let Some(needs) = needs {
+            let oldest = needs.glibc().map(|(major, minor)| format!(", glibc {major}.{minor}"));
+            let oldest = oldest.or_else(|| needs.macos().map(|(major, minor)| format!(", macOS {major}.{minor}")));
+            let libraries: Vec<&str> = needs.libraries.iter().map(String::as_str).collect();
+            let (len, oldest) = (bytes.len(), oldest.unwrap_or_default());
+            say(format_args!("{name}: {len} bytes{oldest}; needs {}", libraries.join(", ")));
+        }
+    }
+    remove_folder(&folder)?;
+    Ok(wrong)
 }
 
 fn wrong_size(wheel: &Path, most: u64) -> Result<Option<String>, Failure> {
