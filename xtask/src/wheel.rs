@@ -41,21 +41,29 @@ pub(crate) fn build(venv: &Venv, target: &Path, kernels: Kernels, offline: bool)
 /// Checks a wheel that is shipped: its name, size and contents, and what its library needs.
 pub(crate) fn check(venv: &Venv, of: &Distribution, platform: &Platform, wheel: &Path, kernels: Kernels) -> Outcome {
     step("check the wheel", || {
-        let file = wheel.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let is_rapt = of.name == RAPT.name;
-        let mut wrong = wrong_tags(of.name, platform, &file);
-        wrong.extend(wrong_size(wheel, if is_rapt { MOST_BYTES } else { MOST_BYTES_VULKAN })?);
+        let mut wrong = wrong_tags(of.name, platform, &name(wheel));
+        wrong.extend(wrong_size(wheel, if of.name == RAPT.name { MOST_BYTES } else { MOST_BYTES_VULKAN })?);
         wrong.extend(wrong_contents(venv, of, platform, wheel, (kernels, Platform::wrong_needs))?);
-        if wrong.is_empty() { Ok(()) } else { Err(Failure::Check(format!("{file}:\n  {}", wrong.join("\n  ")))) }
+        verdict(wheel, &wrong)
     })
 }
 
 /// Checks a wheel of Rapt for this machine alone: its contents, and which libraries it needs.
 pub(crate) fn check_here(venv: &Venv, wheel: &Path, kernels: Kernels) -> Outcome {
     step("check the wheel", || {
-        let wrong = wrong_contents(venv, &RAPT, platforms::here(), wheel, (kernels, Platform::foreign))?;
-        if wrong.is_empty() { Ok(()) } else { Err(Failure::Check(wrong.join("\n  "))) }
+        verdict(wheel, &wrong_contents(venv, &RAPT, platforms::here(), wheel, (kernels, Platform::foreign))?)
     })
+}
+
+fn name(wheel: &Path) -> String {
+    wheel.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+fn verdict(wheel: &Path, wrong: &[String]) -> Outcome {
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::Check(format!("{}:\n  {}", name(wheel), wrong.join("\n  "))))
 }
 
 /// Judges what the library of this name asks for.
